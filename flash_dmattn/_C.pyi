@@ -90,6 +90,24 @@ def fast_path(
 ) -> object:
     """Attention of fixed length; None where Python must prepare the inputs, or raise an error."""
 
+def varlen_fast_path(
+    query: object,
+    key: object,
+    value: object,
+    attn_bias: object,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+    softmax_scale: object,
+    is_causal: object,
+    softcap: object,
+    deterministic: object,
+    return_lse: object,
+    /,
+) -> object:
+    """Attention of packed sequences; None where Python must prepare the inputs, or raise an error."""
+
 def mha_fwd(
     query: Tensor,
     key: Tensor,

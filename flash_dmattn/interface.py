@@ -245,6 +245,14 @@ def flash_dmattn_varlen_func(
     Raises:
         As `flash_dmattn_func`.
     """
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    is_masked = attn_mask is not None or window_size is not None
+    is_plain = relative_bias is None and grid is None and sinks is None and scale is None
+    if is_plain and not is_masked and return_attn_probs is False and sparse == "auto":
+        options = (softmax_scale, is_causal, softcap, deterministic, return_lse)
+        result = ops.varlen_fast_path(query, key, value, attn_bias, *lengths, *options)
+        if result is not None:
+            return result
     call = Call(
         *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, deterministic, return_attn_probs),
         return_lse=return_lse,
@@ -255,7 +263,7 @@ def flash_dmattn_varlen_func(
         sinks=sinks,
         scale=scale,
     )
-    call.varlen = Varlen(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    call.varlen = Varlen(*lengths)
     return attend(kernels_for(query), call)
 
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 
 #include "checks.h"
@@ -33,7 +34,7 @@ bool is_plain(py::handle object, int64_t dims = 4) {
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
-bool are_kernel_rows(const Tensor& rows) { return rows.size(3) % 8 == 0 && rows.stride(3) == 1; }
+bool are_kernel_rows(const Tensor& rows) { return rows.size(-1) % 8 == 0 && rows.stride(-1) == 1; }
 
 // Whether a dimension is expanded: Mask.unexpanded reads it once.
 bool is_expanded(const Tensor& scores) {
@@ -48,15 +49,64 @@ bool is_overridden(const Tensor& query) {
            !(c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
 }
 
-bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
+// Each read_*() returns false for values that Python must prepare, or refuse.
+bool read_rows(Inputs& in, py::handle query, py::handle key, py::handle value, int64_t dims) {
+    for (const py::handle rows : {query, key, value})
+        if (!is_plain(rows, dims) || !are_kernel_rows(THPVariable_Unpack(rows.ptr()))) return false;
+    in.query = THPVariable_Unpack(query.ptr());
+    in.key = THPVariable_Unpack(key.ptr());
+    in.value = THPVariable_Unpack(value.ptr());
+    return in.value.size(-1) == in.key.size(-1) && !is_overridden(in.query);
+}
 
-// Reads cache_seqlens. Returns false for values that the kernels do not read where they are.
-bool read_lengths(Inputs& in, py::handle given) {
-    if (given.is_none()) return true;
+bool read_bias(Inputs& in, py::handle bias, std::initializer_list<int64_t> dims) {
+    if (bias.is_none()) return true;
+    for (const int64_t count : dims) {
+        if (!is_plain(bias, count)) continue;
+        in.bias = THPVariable_Unpack(bias.ptr());
+        return true;
+    }
+    return false;
+}
+
+// `in` has its query.
+bool read_options(Inputs& in, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
+                  py::handle deterministic, py::handle return_lse) {
+    for (const py::handle flag : {is_causal, deterministic, return_lse})
+        if (!PyBool_Check(flag.ptr())) return false;
+    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return false;
+    if (!PyFloat_CheckExact(softcap.ptr())) return false;
+    in.is_causal = is_causal.ptr() == Py_True;
+    in.deterministic = deterministic.ptr() == Py_True;
+    in.softcap = PyFloat_AS_DOUBLE(softcap.ptr());
+    in.softmax_scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(in.query.size(-1)))
+                                               : PyFloat_AS_DOUBLE(softmax_scale.ptr());
+    constexpr double kLargest = std::numeric_limits<float>::max();
+    const bool fits = in.softcap == 0 || (1 / kLargest <= in.softcap && in.softcap <= kLargest);
+    return fits && std::abs(in.softmax_scale) <= kLargest;
+}
+
+// Whether the kernels read the int32 tensor where it is. `in` has its query.
+bool is_plain_int32(const Inputs& in, py::handle given) {
     if (!is_plain(given, 1)) return false;
     const Tensor& lengths = THPVariable_Unpack(given.ptr());
-    in.seqlens_k = lengths;
     return lengths.scalar_type() == at::kInt && lengths.device() == in.query.device() && lengths.is_contiguous();
+}
+
+bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
+
+bool read_cache_seqlens(Inputs& in, py::handle given) {
+    if (given.is_none()) return true;
+    if (!is_plain_int32(in, given)) return false;
+    in.seqlens_k = THPVariable_Unpack(given.ptr());
+    return true;
+}
+
+bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k) {
+    if (!is_plain_int32(in, cu_seqlens_q) || !is_plain_int32(in, cu_seqlens_k)) return false;
+    in.cu_seqlens_q = THPVariable_Unpack(cu_seqlens_q.ptr());
+    in.cu_seqlens_k = THPVariable_Unpack(cu_seqlens_k.ptr());
+    return true;
 }
 
 // The keys that a call reads: on the CPU up to the end of the longest sequence of a cache.
@@ -183,6 +233,12 @@ std::optional<ForwardResult> decode(const Inputs& in, int64_t window_size) {
     return decode_with_kvcache(cached);
 }
 
+py::object as_returned(const ForwardResult& result, py::handle return_lse) {
+    const auto& [out, lse] = result;
+    if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
+    return py::cast(out);
+}
+
 }  // namespace
 
 py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask_in,
@@ -190,31 +246,11 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
                      py::handle deterministic, py::handle return_lse, py::handle window_size, py::handle cache_seqlens,
                      py::handle limits_in) {
     const py::object not_plain = py::none();
-    for (const py::handle flag : {is_causal, deterministic, return_lse})
-        if (!PyBool_Check(flag.ptr())) return not_plain;
-    if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return not_plain;
-    if (!PyFloat_CheckExact(softcap.ptr())) return not_plain;
-    if (!is_plain(query_in) || !is_plain(key_in) || !is_plain(value_in)) return not_plain;
-    if (!bias_in.is_none() && !is_plain(bias_in)) return not_plain;
-
     Inputs in;
-    in.query = THPVariable_Unpack(query_in.ptr());
-    in.key = THPVariable_Unpack(key_in.ptr());
-    in.value = THPVariable_Unpack(value_in.ptr());
-    if (!bias_in.is_none()) in.bias = THPVariable_Unpack(bias_in.ptr());
-    in.is_causal = is_causal.ptr() == Py_True;
-    in.deterministic = deterministic.ptr() == Py_True;
-    in.softcap = PyFloat_AS_DOUBLE(softcap.ptr());
-    in.softmax_scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(in.query.size(3)))
-                                               : PyFloat_AS_DOUBLE(softmax_scale.ptr());
-    constexpr double kLargest = std::numeric_limits<float>::max();
-    const bool fits = in.softcap == 0 || (1 / kLargest <= in.softcap && in.softcap <= kLargest);
-    if (!fits || !(std::abs(in.softmax_scale) <= kLargest)) return not_plain;
-    if (is_overridden(in.query)) return not_plain;
-    if (!are_kernel_rows(in.query) || !are_kernel_rows(in.key) || !are_kernel_rows(in.value)) return not_plain;
-    if (in.value.size(3) != in.key.size(3)) return not_plain;
+    if (!read_rows(in, query_in, key_in, value_in, 4) || !read_bias(in, bias_in, {4})) return not_plain;
+    if (!read_options(in, softmax_scale, is_causal, softcap, deterministic, return_lse)) return not_plain;
     if (in.bias && in.bias->size(3) == 1 && in.key.size(1) != 1) return not_plain;  // constant along the keys
-    if (!read_lengths(in, cache_seqlens) || (in.seqlens_k && !mask_in.is_none())) return not_plain;
+    if (!read_cache_seqlens(in, cache_seqlens) || (in.seqlens_k && !mask_in.is_none())) return not_plain;
     CallMask mask;
     Limits limits{};
     mask.window_size = count_of(window_size);
@@ -244,9 +280,35 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
         if (!decoded && is_masked) prepare(in, mask, limits);
         result = decoded ? *decoded : call_attention_forward(in);
     }
-    const auto& [out, lse] = result;
-    if (return_lse.ptr() == Py_True) return py::make_tuple(out, lse);
-    return py::cast(out);
+    return as_returned(result, return_lse);
+}
+
+py::object varlen_fast_path(py::handle query_in, py::handle key_in, py::handle value_in, py::handle bias_in,
+                            py::handle cu_seqlens_q, py::handle cu_seqlens_k, py::handle max_seqlen_q,
+                            py::handle max_seqlen_k, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
+                            py::handle deterministic, py::handle return_lse) {
+    const py::object not_plain = py::none();
+    Inputs in;
+    if (!read_rows(in, query_in, key_in, value_in, 3) || !read_bias(in, bias_in, {2, 3})) return not_plain;
+    if (!read_options(in, softmax_scale, is_causal, softcap, deterministic, return_lse)) return not_plain;
+    if (!read_sequences(in, cu_seqlens_q, cu_seqlens_k)) return not_plain;
+    const Varlen varlen{*in.cu_seqlens_q, *in.cu_seqlens_k, count_of(max_seqlen_q), count_of(max_seqlen_k)};
+    if (varlen.max_seqlen_q < 0 || varlen.max_seqlen_k < 0) return not_plain;
+
+    ForwardResult result;
+    {
+        const py::gil_scoped_release no_gil;
+        check_rows(in.query, in.key, in.value, true);
+        check_varlen(varlen, in.query, in.key);
+        if (in.bias) check_bias(*in.bias, in.query, in.key, varlen.max_seqlen_k);
+        check_kernels(in.query);
+        // clamped_to_totals of flash_dmattn/attend.py: the given bounds may be far above the lengths.
+        const bool column_per_key = in.bias && in.bias->dim() == 3;
+        in.max_seqlen_q = std::min(varlen.max_seqlen_q, in.query.size(0));
+        in.max_seqlen_k = column_per_key ? varlen.max_seqlen_k : std::min(varlen.max_seqlen_k, in.key.size(0));
+        result = call_attention_forward(in);
+    }
+    return as_returned(result, return_lse);
 }
 
 }  // namespace flash_dmattn

@@ -169,6 +169,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
     m.def("fast_path", &fast_path,
           "Attention of fixed length; None where Python must prepare the inputs, or raise an error.");
+    m.def("varlen_fast_path", &varlen_fast_path,
+          "Attention of packed sequences; None where Python must prepare the inputs, or raise an error.");
 
     m.def(
         "mha_fwd",

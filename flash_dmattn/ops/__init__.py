@@ -36,6 +36,11 @@ def fast_path(*arguments):
     return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C.fast_path(*arguments)
 
 
+def varlen_fast_path(*arguments):
+    """`fast_path` of packed sequences."""
+    return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C.varlen_fast_path(*arguments)
+
+
 def cuda_is_built() -> bool:
     return not WHY_NOT_BUILT and _C.has_cuda
 

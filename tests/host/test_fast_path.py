@@ -6,7 +6,7 @@ from helpers import inputs, rand_mask
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, interface, ops
+from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, interface, ops
 from flash_dmattn.masks.choice import CPU_MIN_KEYS
 
 
@@ -16,7 +16,8 @@ def without_short_way(monkeypatch):
 
     def run(call):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "fast_path", lambda *arguments: None)
+            for name in ("fast_path", "varlen_fast_path"):
+                patch.setattr(ops, name, lambda *arguments: None)
             return call()
 
     return run
@@ -137,6 +138,39 @@ def test_windows_of_all_keys_of_many_rows_take_the_fast_path(without_short_way, 
     assert all(map(torch.equal, short, call(None)))
 
 
+def sequences(offsets_q=(0, 4, 4, 9), offsets_k=(0, 5, 7, 11), max_seqlen_q=5, max_seqlen_k=5):
+    offsets = (torch.tensor(offsets, dtype=torch.int32) for offsets in (offsets_q, offsets_k))
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return dict(zip(names, (*offsets, max_seqlen_q, max_seqlen_k)))
+
+
+PACKED = [x[0] for x in (QUERY, KEY, VALUE)]  # nine rows and eleven keys
+PACKED_BIASES = {"none": None, "key": torch.randn(11, 2), "dense": torch.randn(9, 4, 5)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("longest", [5, 2**40], ids=["exact bound", "loose bound"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "causal, softcap", "scale, lse"])
+@pytest.mark.parametrize("bias", PACKED_BIASES.values(), ids=PACKED_BIASES.keys())
+def test_packed_sequences_take_the_fast_path(without_short_way, long_ways, bias, options, longest, device):
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    leaves = [x.to(device, dtype).requires_grad_() for x in (*PACKED, bias) if x is not None]
+    lengths = sequences(max_seqlen_q=longest, max_seqlen_k=5 if bias is not None and bias.ndim == 3 else longest)
+    lengths = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
+    options = {**options, "deterministic": True}
+
+    def call():
+        result = flash_dmattn_varlen_func(*leaves[:3], None, *leaves[3:], **lengths, **options)
+        results = result if isinstance(result, tuple) else (result,)
+        return (*results, *torch.autograd.grad([x.sum() for x in results], leaves))
+
+    short = call()
+    assert not long_ways
+    long = without_short_way(call)
+    assert len(long_ways) == 1 and len(short) == len(long)
+    assert all(map(torch.equal, short, long))
+
+
 def test_a_smaller_window_of_many_rows_of_a_cache_takes_the_slow_path(long_ways):
     query, key, value = inputs(1, 17, 40, 2, 1, 8)
     options = {"is_causal": True, "attn_bias": torch.randn(1, 1, 1, 40)}
@@ -172,6 +206,15 @@ LONG = {
     "rows that are not contiguous": lambda: flash_dmattn_func(QUERY.transpose(2, 3).contiguous().mT, KEY, VALUE),
     "bias of rows": lambda: flash_dmattn_func(QUERY, KEY, VALUE, None, torch.randn(1, 1, 9, 1)),
     "whole number as scale": lambda: flash_dmattn_func(QUERY, KEY, VALUE, softmax_scale=1),
+    "packed, a mask": lambda: flash_dmattn_varlen_func(*PACKED, rand_mask(11, 1), **sequences()),
+    "packed, a window": lambda: flash_dmattn_varlen_func(
+        *PACKED, attn_bias=torch.randn(11, 1), window_size=3, is_causal=True, **sequences()
+    ),
+    "packed, tiles": lambda: flash_dmattn_varlen_func(*PACKED, **sequences(), sparse="tiles"),
+    "packed, head dimension of 12": lambda: flash_dmattn_varlen_func(*(x[..., :12] for x in PACKED), **sequences()),
+    "packed, offsets that are not contiguous": lambda: flash_dmattn_varlen_func(
+        *PACKED, **sequences() | {"cu_seqlens_q": torch.tensor([0, 9, 4, 9, 4, 9, 9, 9], dtype=torch.int32)[::2]}
+    ),
     "vmap": lambda: torch.vmap(flash_dmattn_func)(*(x[None] for x in (QUERY, KEY, VALUE))),
 }
 
@@ -278,6 +321,42 @@ def test_invalid_masks_and_windows_raise_the_errors_of_the_slow_path(without_sho
     def error(options):
         with pytest.raises((TypeError, ValueError)) as raised:
             flash_dmattn_func(QUERY, KEY, VALUE, **options)
+        return type(raised.value), str(raised.value).split("\nException raised")[0]
+
+    for name, options in calls.items():
+        short = error(options)
+        assert without_short_way(lambda options=options: error(options)) == short, name
+
+
+def test_invalid_packed_sequences_raise_the_errors_of_the_slow_path(without_short_way):
+    offsets = torch.tensor([0, 4, 4, 9])
+    calls = {
+        "no offsets": {"cu_seqlens_q": None},
+        "list": {"cu_seqlens_q": [0, 4, 4, 9]},
+        "int64 offsets": {"cu_seqlens_q": offsets},
+        "two dimensions": {"cu_seqlens_q": offsets.int()[None]},
+        "descending offsets": sequences(offsets_q=(0, 4, 3, 9)),
+        "end before the last row": sequences(offsets_q=(0, 4, 4, 8)),
+        "other number of sequences": sequences(offsets_k=(0, 11)),
+        "longer sequence": {"max_seqlen_q": 4},
+        "negative bound": {"max_seqlen_k": -1},
+        "huge bound": {"max_seqlen_k": 2**70},
+        "bool bound": {"max_seqlen_q": True},
+        "float bound": {"max_seqlen_q": 5.0},
+        "bias of other keys": {"attn_bias": torch.randn(10, 2)},
+        "bias of fixed length": {"attn_bias": ROW_BIAS},
+        "dense bias with fewer columns": {"attn_bias": torch.randn(9, 4, 4)},
+        "dtype of the bias": {"attn_bias": torch.randn(11, 2).half()},
+        "fixed length": {"query": QUERY},
+        "key heads": {"key": PACKED[1].repeat(1, 2, 1)[:, :3], "value": PACKED[2].repeat(1, 2, 1)[:, :3]},
+        "softcap": {"softcap": -1.0},
+        "flag": {"is_causal": 1},
+    }
+
+    def error(options):
+        arguments = dict(zip(("query", "key", "value"), PACKED)) | sequences() | options
+        with pytest.raises((TypeError, ValueError)) as raised:
+            flash_dmattn_varlen_func(**arguments)
         return type(raised.value), str(raised.value).split("\nException raised")[0]
 
     for name, options in calls.items():

@@ -154,7 +154,7 @@ PACKED_BIASES = {"none": None, "key": torch.randn(11, 2), "dense": torch.randn(9
 @pytest.mark.parametrize("bias", PACKED_BIASES.values(), ids=PACKED_BIASES.keys())
 def test_packed_sequences_take_the_fast_path(without_short_way, long_ways, bias, options, longest, device):
     dtype = torch.float32 if device == "cpu" else torch.float16
-    leaves = [x.to(device, dtype).requires_grad_() for x in (*PACKED, bias) if x is not None]
+    leaves = leaves_of(*(None if x is None else x.to(device, dtype) for x in (*PACKED, bias)))
     lengths = sequences(max_seqlen_q=longest, max_seqlen_k=5 if bias is not None and bias.ndim == 3 else longest)
     lengths = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
     options = {**options, "deterministic": True}

@@ -29,9 +29,8 @@ protected:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
     // Fragments of P that are computed before the wait for dP. With 128 rows half of them: fastest as measured. With a
     // relative bias the GEMM of dP comes first, and a dense bias leaves too few registers.
-    static constexpr int kEarlyFragments = kFragments > 8 && (kBias == BiasKind::kNone || kBias == BiasKind::kKey)
-                                               ? kFragments / 2
-                                               : 0;
+    static constexpr int kEarlyFragments =
+        kFragments > 8 && (kBias == BiasKind::kNone || kBias == BiasKind::kKey) ? kFragments / 2 : 0;
     // Whether a bias is added after Q K^T.
     static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
 
@@ -162,12 +161,12 @@ private:
 
     template <bool kRanges, bool kBits, int kFirst, int kLast>
     __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStatsFragment& lse) const {
-        for_each_score<kRanges, kBits, kFirst, kLast>(lse, kBits,
-                                                      [&](int m, int h, int e, float shift, bool is_visible) {
-                                                          float& x = s[0][m][2 * h + e];
-                                                          x = probability(x, scale_.scale_log2, shift);
-                                                          if (!is_visible) x = 0;
-                                                      });
+        for_each_score<kRanges, kBits, kFirst, kLast>(
+            lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
+                float& x = s[0][m][2 * h + e];
+                x = probability(x, scale_.scale_log2, shift);
+                if (!is_visible) x = 0;
+            });
     }
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
@@ -236,7 +235,7 @@ protected:
     const BwdWorkTile& work_tile_;
     const int warpgroup_;
     const AtomLayout layout_;
-    const int warp_key_;                    // the warp's first key of the n_block
+    const int warp_key_;  // the warp's first key of the n_block
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block
     RelativeBiasLane relative_bias_lane_;

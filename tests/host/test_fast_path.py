@@ -115,9 +115,15 @@ def test_caches_take_the_fast_path(without_short_way, long_ways, rows, window_si
     def call():
         return flash_dmattn_func(query, key, value, None, bias, **options)
 
+    def is_same(short, long):
+        # On CUDA the fast path of one row selects and attends in one kernel, the slow path attends to lists.
+        if device == "cuda" and rows == 1 and window_size is not None:
+            return torch.allclose(short.float(), long.float(), rtol=0.02, atol=0.01)
+        return torch.equal(short, long)
+
     short = call()
     assert not long_ways
-    assert all(map(torch.equal, short, without_short_way(call)))
+    assert all(map(is_same, short, without_short_way(call)))
     assert len(long_ways) == 1
 
 

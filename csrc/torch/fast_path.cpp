@@ -117,8 +117,8 @@ int64_t filled_keys(const Inputs& in) {
     return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
 }
 
-// Removes the keys that the call does not read: drop_room of flash_dmattn/attend.py.
-void drop_room(Inputs& in) {
+// Removes the keys that the call does not read: trim_to_longest of flash_dmattn/attend.py.
+void trim_to_longest(Inputs& in) {
     const int64_t room = in.key.size(1), filled = filled_keys(in);
     if (filled == room) return;
     in.key = in.key.narrow(1, 0, filled);
@@ -273,7 +273,7 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
         check_kernels(in.query);
         if (in.seqlens_k) {
             check_seqlens_k(*in.seqlens_k, in.query, in.key);
-            drop_room(in);
+            trim_to_longest(in);
         }
         std::optional<ForwardResult> decoded;
         if (mask.window_size >= 0) decoded = decode(in, mask.window_size);

@@ -161,11 +161,13 @@ def test_grids(path, height, width, shape):
 
 
 @pytest.mark.parametrize("path", [case(path) for path in both("bool", "intervals", "bool lists", "interval lists")])
-def test_grids_with_masks(path):
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_grids_with_masks(path, softcap):
     mask, dense_bias = path.make_mask(2, 2, 240, 240), path.randn(1, 4, 240, 240)
     bias = table(path, 1, 4, 23, 39)
     bias[..., 3, :] = -torch.inf
-    path.check(path.inputs(2, 240, 240, 4, 2, head_dim(path)), mask, dense_bias, relative_bias=bias, grid=(12, 20))
+    tensors = path.inputs(2, 240, 240, 4, 2, head_dim(path))
+    path.check(tensors, mask, dense_bias, relative_bias=bias, grid=(12, 20), softcap=softcap)
 
 
 @CAUSAL

@@ -165,9 +165,9 @@ __device__ __forceinline__ float probability(float s, float scale_log2, float sh
 // Replaces s = q k by p and dp = do v by ds, 0 for masked scores. Returns dx, which is undefined for masked scores.
 template <bool kSoftcap>
 __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift, float delta, float scale_log2,
-                                                float scale_of_capped, bool is_visible, bool has_softcap = true) {
+                                                float scale_of_capped, bool is_visible) {
     float capped = 0;
-    if (kSoftcap && has_softcap) s = capped = fast_tanh(s * scale_of_capped);
+    if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
     const float prob = probability(s, scale_log2, shift);
     const float dx = prob * (dp - delta);
     s = is_visible ? prob : 0;

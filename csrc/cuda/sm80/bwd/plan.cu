@@ -89,7 +89,7 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
 // Whether the CTAs of the batch elements that share a bias can form a cluster and reduce dx.
 bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice) {
     // The CTAs of a cluster visit the same blocks: all sequences have one length.
-    const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && p.seqused_k == nullptr;
+    const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr;
     // Code for devices without clusters has the small tiles.
     return batches_share && !choice.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
 }
@@ -100,7 +100,7 @@ int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const Bw
         plan.dense_dbias = DenseDbias::kDirect;
         return 0;
     }
-    // The main kernel has ds, which is dx without a softcap, and adds in no fixed order.
+    // The main kernel adds in no fixed order, and with a softcap computes dx in a round of its own.
     if (p.softcap == 0 && !p.deterministic) {
         if (can_cluster_reduce(p, kernel, choice)) {
             plan.dense_dbias = DenseDbias::kClusterReduce;

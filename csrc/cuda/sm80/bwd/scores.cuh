@@ -237,7 +237,7 @@ __device__ __forceinline__ void apply_softcap_and_relative_bias(float (&s)[kMFra
 }
 
 // Replaces S by P and dP - D by its product with P. The accumulators' origin is (row, key) of the tile.
-//   stage                  lse of the rows, and key_bias
+//   stage                  lse and delta of the rows, and key_bias
 //   visibility             word(row, w): visible keys 32 w .. 32 w + 31; only this lane's bits are valid
 //   dense_bias(to, m, n)   loads the bias of a 16 x 16 block as an A fragment
 template <typename T, BiasKind kBias, bool kMasked, int kMFragments, int kNFragments, typename Stage,

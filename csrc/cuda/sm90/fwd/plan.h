@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm90 {
 // Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
 // not.
 bool should_use_fwd(const FwdParams& params);
-// Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias.
+// Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias and has_list_kernel().
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);
 
 // Over key lists sm80's kernel is faster at small head dimensions.

@@ -33,12 +33,14 @@ def checker():
 
 def fast_path(*arguments):
     """The result of a call that needs no preparation in Python; None for any other call."""
-    return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C.fast_path(*arguments)
+    module = checker()
+    return None if module is None else module.fast_path(*arguments)
 
 
 def varlen_fast_path(*arguments):
     """`fast_path` of packed sequences."""
-    return None if WHY_NOT_BUILT or torch.compiler.is_compiling() else _C.varlen_fast_path(*arguments)
+    module = checker()
+    return None if module is None else module.varlen_fast_path(*arguments)
 
 
 def cuda_is_built() -> bool:

@@ -31,6 +31,19 @@ def long_ways(monkeypatch):
     return taken
 
 
+def with_gradients(result, leaves):
+    """The results of a call and their gradients."""
+    results = result if isinstance(result, tuple) else (result,)
+    return (*results, *torch.autograd.grad([x.sum() for x in results], leaves))
+
+
+def error_of(call):
+    """Type and message of the error that a call raises."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    return type(raised.value), str(raised.value).split("\nException raised")[0]
+
+
 QUERY, KEY, VALUE = inputs(2, 9, 11, 4, 2, 16)
 BIASES = {"none": None, "key": torch.randn(2, 2, 1, 11), "dense": torch.randn(1, 4, 9, 11)}
 OPTIONS = [{}, {"is_causal": True, "softcap": 3.0}, {"softmax_scale": 0.3, "return_lse": True, "deterministic": True}]
@@ -42,9 +55,7 @@ def test_the_fast_path_returns_the_same_bits(without_short_way, long_ways, bias,
     leaves = [x.clone().requires_grad_() for x in (QUERY, KEY, VALUE, bias) if x is not None]
 
     def call():
-        result = flash_dmattn_func(*leaves[:3], None, *leaves[3:], **options)
-        results = result if isinstance(result, tuple) else (result,)
-        return (*results, *torch.autograd.grad([x.sum() for x in results], leaves))
+        return with_gradients(flash_dmattn_func(*leaves[:3], None, *leaves[3:], **options), leaves)
 
     short = call()
     assert not long_ways
@@ -86,7 +97,7 @@ def test_masks_and_windows_take_the_fast_path(without_short_way, long_ways, mask
             results = flash_dmattn_func(
                 *leaves[:3], attn_bias=leaves[3] if leaves[3:] else None, **options, return_lse=True
             )
-        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+        return with_gradients(results, leaves) if needs_grad else results
 
     short = call()
     assert not long_ways
@@ -136,7 +147,7 @@ def test_windows_of_all_keys_of_many_rows_take_the_fast_path(without_short_way, 
     def call(window_size=40 if filled else 41):
         with torch.set_grad_enabled(needs_grad):
             results = flash_dmattn_func(*leaves[:3], attn_bias=leaves[3], window_size=window_size, **options)
-        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+        return with_gradients(results, leaves) if needs_grad else results
 
     short = call()
     assert not long_ways
@@ -144,8 +155,8 @@ def test_windows_of_all_keys_of_many_rows_take_the_fast_path(without_short_way, 
     assert all(map(torch.equal, short, call(None)))
 
 
-def sequences(offsets_q=(0, 4, 4, 9), offsets_k=(0, 5, 7, 11), max_seqlen_q=5, max_seqlen_k=5):
-    offsets = (torch.tensor(offsets, dtype=torch.int32) for offsets in (offsets_q, offsets_k))
+def sequences(offsets_q=(0, 4, 4, 9), offsets_k=(0, 5, 7, 11), max_seqlen_q=5, max_seqlen_k=5, device="cpu"):
+    offsets = (torch.tensor(offsets, dtype=torch.int32, device=device) for offsets in (offsets_q, offsets_k))
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return dict(zip(names, (*offsets, max_seqlen_q, max_seqlen_k)))
 
@@ -161,14 +172,12 @@ PACKED_BIASES = {"none": None, "key": torch.randn(11, 2), "dense": torch.randn(9
 def test_packed_sequences_take_the_fast_path(without_short_way, long_ways, bias, options, longest, device):
     dtype = torch.float32 if device == "cpu" else torch.float16
     leaves = leaves_of(*(None if x is None else x.to(device, dtype) for x in (*PACKED, bias)))
-    lengths = sequences(max_seqlen_q=longest, max_seqlen_k=5 if bias is not None and bias.ndim == 3 else longest)
-    lengths = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in lengths.items()}
+    columns = 5 if bias is not None and bias.ndim == 3 else longest
+    lengths = sequences(max_seqlen_q=longest, max_seqlen_k=columns, device=device)
     options = {**options, "deterministic": True}
 
     def call():
-        result = flash_dmattn_varlen_func(*leaves[:3], None, *leaves[3:], **lengths, **options)
-        results = result if isinstance(result, tuple) else (result,)
-        return (*results, *torch.autograd.grad([x.sum() for x in results], leaves))
+        return with_gradients(flash_dmattn_varlen_func(*leaves[:3], None, *leaves[3:], **lengths, **options), leaves)
 
     short = call()
     assert not long_ways
@@ -325,9 +334,7 @@ def test_invalid_masks_and_windows_raise_the_errors_of_the_slow_path(without_sho
     }
 
     def error(options):
-        with pytest.raises((TypeError, ValueError)) as raised:
-            flash_dmattn_func(QUERY, KEY, VALUE, **options)
-        return type(raised.value), str(raised.value).split("\nException raised")[0]
+        return error_of(lambda: flash_dmattn_func(QUERY, KEY, VALUE, **options))
 
     for name, options in calls.items():
         short = error(options)
@@ -361,9 +368,7 @@ def test_invalid_packed_sequences_raise_the_errors_of_the_slow_path(without_shor
 
     def error(options):
         arguments = dict(zip(("query", "key", "value"), PACKED)) | sequences() | options
-        with pytest.raises((TypeError, ValueError)) as raised:
-            flash_dmattn_varlen_func(**arguments)
-        return type(raised.value), str(raised.value).split("\nException raised")[0]
+        return error_of(lambda: flash_dmattn_varlen_func(**arguments))
 
     for name, options in calls.items():
         short = error(options)
@@ -423,7 +428,7 @@ def test_the_fast_path_on_cuda(without_short_way, long_ways, masked, keys, needs
         with torch.set_grad_enabled(needs_grad):
             options = {"attn_bias": leaves[3], "is_causal": True, "window_size": window, "deterministic": True}
             results = flash_dmattn_func(*leaves[:3], mask, **options, return_lse=True)
-        return (*results, *(torch.autograd.grad([x.sum() for x in results], leaves) if needs_grad else ()))
+        return with_gradients(results, leaves) if needs_grad else results
 
     short = call()
     assert not long_ways

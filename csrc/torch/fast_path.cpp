@@ -86,27 +86,23 @@ bool read_options(Inputs& in, py::handle softmax_scale, py::handle is_causal, py
     return fits && std::abs(in.softmax_scale) <= kLargest;
 }
 
-// Whether the kernels read the int32 tensor where it is. `in` has its query.
-bool is_plain_int32(const Inputs& in, py::handle given) {
+// Lengths or offsets of sequences, contiguous. `in` has its query.
+bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
     if (!is_plain(given, 1)) return false;
-    const Tensor& lengths = THPVariable_Unpack(given.ptr());
-    return lengths.scalar_type() == at::kInt && lengths.device() == in.query.device() && lengths.is_contiguous();
+    const Tensor& tensor = THPVariable_Unpack(given.ptr());
+    if (tensor.scalar_type() != at::kInt || tensor.device() != in.query.device()) return false;
+    to = tensor.contiguous();
+    return true;
 }
 
 bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
 
 bool read_cache_seqlens(Inputs& in, py::handle given) {
-    if (given.is_none()) return true;
-    if (!is_plain_int32(in, given)) return false;
-    in.seqlens_k = THPVariable_Unpack(given.ptr());
-    return true;
+    return given.is_none() || read_int32(in, given, in.seqlens_k);
 }
 
 bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k) {
-    if (!is_plain_int32(in, cu_seqlens_q) || !is_plain_int32(in, cu_seqlens_k)) return false;
-    in.cu_seqlens_q = THPVariable_Unpack(cu_seqlens_q.ptr());
-    in.cu_seqlens_k = THPVariable_Unpack(cu_seqlens_k.ptr());
-    return true;
+    return read_int32(in, cu_seqlens_q, in.cu_seqlens_q) && read_int32(in, cu_seqlens_k, in.cu_seqlens_k);
 }
 
 // The keys that a call reads: on the CPU up to the end of the longest sequence of a cache.

@@ -24,7 +24,9 @@ public:
     __device__ BwdProducer(const BwdArgs& p, const BwdTensorMaps& maps, SharedStorage& smem,
                            const BwdWorkTile& work_tile)
         : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline),
-          dout_pipeline_(smem.dout_pipeline), bias_pipeline_(smem.bias_pipeline) {}
+          dout_pipeline_(smem.dout_pipeline), bias_pipeline_(smem.bias_pipeline) {
+        if constexpr (is_relative(kBias)) relative_entries_ = SharedStorage::RelativeSegment::size(p.relative_bias);
+    }
 
     __device__ void run() {
         load_keys();
@@ -182,7 +184,7 @@ private:
                 segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
 #pragma unroll
                 for (int i = 0; i < kRelativeEntries; ++i)
-                    if (const int at = threadIdx.x + i * 128; at < segment.size(p_.relative_bias))
+                    if (const int at = threadIdx.x + i * 128; at < relative_entries_)
                         segment.store(at, relative_bias[i]);
             }
             const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
@@ -220,7 +222,7 @@ private:
             bias.row_part(first_row) + bias.key_part(first_key() + kKeys - 1) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
         for (int i = 0; i < kRelativeEntries; ++i)
-            if (i * 128 < SharedStorage::RelativeSegment::size(p_.relative_bias))
+            if (i * 128 < relative_entries_)
                 entries[i] = bias[first + kStep * i * 128] * scale;
     }
     __device__ __forceinline__ void issue_tma_loads(int head, int m_block) {
@@ -289,6 +291,7 @@ private:
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;
+    int relative_entries_;  // of an m_block's segment; size() divides
 };
 
 }  // namespace flash_dmattn::cuda::sm90

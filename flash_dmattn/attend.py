@@ -192,8 +192,11 @@ def apply_scale_tensor(call: Call) -> None:
     if isinstance(scale, Tensor):
         checks.check_scale(scale, query)
         dtype = accumulation_dtype(query.dtype)
-        per_head = scale if scale.ndim == 0 else scale[:, None]
-        call.query, call.softmax_scale = (query.to(dtype) * per_head.to(dtype)).to(query.dtype), 1.0
+        rows, per_head = query.to(dtype), (scale if scale.ndim == 0 else scale[:, None]).to(dtype)
+        scaled = rows * per_head
+        if torch.is_grad_enabled():  # hidden rows may be NaN: to the gradient of the scale they add 0, not 0 * NaN
+            scaled = torch.where(rows.isfinite(), rows.nan_to_num(0, 0, 0) * per_head, rows * per_head.detach())
+        call.query, call.softmax_scale = scaled.to(query.dtype), 1.0
 
 
 def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

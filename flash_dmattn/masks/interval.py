@@ -33,16 +33,16 @@ class KeyIntervalMask(Container, Mask):
     """For each key the half-open interval of query rows that see it: row i sees key j where start_j <= i < end_j.
 
     Causal masks, sliding windows, packed documents, padding and the causal top-k dynamic mask have this form. `a & b`,
-    the keys that both masks show, has it too. Pass it as attn_mask to `flash_dmattn_func` and its other forms.
+    the scores that both masks allow, has it too. Pass it as attn_mask to `flash_dmattn_func` and its other forms.
 
     Args:
         start: int32 ({B|1}, {H|Hkv|1}, Sk); for variable length (total_k, {H|Hkv|1}). Rows count from the first row of
             the batch element, for variable length from the first row of the key's sequence.
         end: int32 in start's shape. Ends may lie beyond the rows; no row sees a key whose end is not above its start.
-        keys_per_row: a bound that is known without reading the values: no n consecutive rows see more than
-            keys_per_row + n - 1 different keys. It saves reading the number back from the device. Too small a bound
-            truncates the key lists: on the CPU that is an error where all lists together lack room; on CUDA the results
-            are wrong and no error is raised.
+        keys_per_row: a bound that is known without reading the values: for every n, any n consecutive rows together see
+            at most keys_per_row + n - 1 different keys; a bound for each row alone is not enough. It saves reading the
+            number back from the device. Too small a bound truncates the key lists: on the CPU that is an error where
+            all lists together lack room; on CUDA the results are wrong and no error is raised.
         unstructured: whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked,
             as in the masks of `topk`. Affects only the speed.
         rows: Sq, for fixed length, where the intervals fit only that number of rows, as those of `causal`,
@@ -195,7 +195,7 @@ class KeyIntervalMask(Container, Mask):
         return self._of_same_kind(self.intervals[:, index])
 
     def __and__(self, other: KeyIntervalMask | Tensor) -> KeyIntervalMask | Tensor:
-        """The scores that both masks show. Batch sizes must be equal or 1; one head count must divide the other.
+        """The scores that both masks allow. Batch sizes must be equal or 1; one head count must divide the other.
 
         With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor. Where the mask has no `rows` and the tensor
         one row, Sq is Sk.
@@ -207,7 +207,7 @@ class KeyIntervalMask(Container, Mask):
     __rand__ = __and__
 
     def __or__(self, other: KeyIntervalMask) -> KeyIntervalMask:
-        """The scores that either mask shows, where the rows that see a key are one interval. Waits for the device.
+        """The scores that either mask allows, where the rows that see a key are one interval. Waits for the device.
 
         It has keys_per_row where both masks have it and one has rows. Under torch.compile it has none.
 

@@ -186,6 +186,18 @@ def test_packed_sequences_take_the_fast_path(without_short_way, long_ways, bias,
     assert all(map(torch.equal, short, long))
 
 
+def test_lengths_that_are_views_take_the_fast_path(long_ways):
+    lengths = sequences()
+    expected = flash_dmattn_varlen_func(*PACKED, **lengths)
+    lengths["cu_seqlens_q"] = torch.stack((lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]), 1)[:, 0]
+    assert torch.equal(flash_dmattn_varlen_func(*PACKED, **lengths), expected)
+    query, key, value = inputs(2, 1, 11, 2, 1, 8)
+    for filled in (torch.tensor([[5, -1], [9, -1]]).int()[:, 0], torch.tensor(7).int().expand(2)):
+        expected = flash_dmattn_func(query, key, value, cache_seqlens=filled.clone())
+        assert torch.equal(flash_dmattn_func(query, key, value, cache_seqlens=filled), expected)
+    assert not long_ways
+
+
 def test_a_smaller_window_of_many_rows_of_a_cache_takes_the_slow_path(long_ways):
     query, key, value = inputs(1, 17, 40, 2, 1, 8)
     options = {"is_causal": True, "attn_bias": torch.randn(1, 1, 1, 40)}
@@ -227,9 +239,6 @@ LONG = {
     ),
     "packed, tiles": lambda: flash_dmattn_varlen_func(*PACKED, **sequences(), sparse="tiles"),
     "packed, head dimension of 12": lambda: flash_dmattn_varlen_func(*(x[..., :12] for x in PACKED), **sequences()),
-    "packed, offsets that are not contiguous": lambda: flash_dmattn_varlen_func(
-        *PACKED, **sequences() | {"cu_seqlens_q": torch.tensor([0, 9, 4, 9, 4, 9, 9, 9], dtype=torch.int32)[::2]}
-    ),
     "vmap": lambda: torch.vmap(flash_dmattn_func)(*(x[None] for x in (QUERY, KEY, VALUE))),
 }
 

@@ -54,6 +54,21 @@ def test_a_tensor_equals_the_number():
             assert torch.allclose(x, y, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(), (HEADS,)], ids=["number", "per head"])
+def test_hidden_rows_may_hold_nan(shape):
+    query, key, value = inputs(1, 6, 9, HEADS, 2, 16, dtype=torch.float64)
+    mask = torch.ones(1, 1, 6, 9, dtype=torch.bool)
+    mask[:, :, 2] = False
+    gradients = []
+    for hidden in (0.0, torch.nan, torch.inf):
+        query[:, 2] = hidden
+        scale = torch.full(shape, 0.3, dtype=torch.float64, requires_grad=True)
+        out = flash_dmattn_func(query, key, value, mask, softmax_scale=scale)
+        gradients += torch.autograd.grad(out.square().sum(), scale)
+    assert gradients[0].abs().sum() > 0
+    assert all(torch.allclose(gradient, gradients[0], rtol=1e-12) for gradient in gradients)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_a_number_on_the_cpu_serves_cuda(where):

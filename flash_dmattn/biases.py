@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def least(dtype: torch.dtype) -> float:
-    """The largest bias that masks: the least finite number of the dtype, which additive masks consist of."""
+    """The largest bias that masks: the dtype's most negative finite value, which additive masks consist of."""
     return torch.finfo(dtype).min
 
 
 def is_masked(bias: Tensor) -> Tensor:
-    """bool: whether a bias is -inf or the least finite number of its dtype. NaN does not mask; it propagates."""
+    """bool: whether a bias is -inf or its dtype's most negative finite value. NaN does not mask; it propagates."""
     return bias <= least(bias.dtype)

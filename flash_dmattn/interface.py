@@ -85,8 +85,8 @@ def flash_dmattn_func(
         o_i  = sum_j p_ij v_j
 
     A key is visible if attn_mask is True, causality allows it, and none of its biases masks it. A bias masks by -inf or
-    by the least finite number of its dtype, the value that additive masks use. A row without visible keys has output 0
-    and zero gradients. CUDA tensors use the CUDA kernels, CPU tensors the CPU kernels.
+    by `finfo.min`, the most negative finite value of its dtype, which additive masks use. A row without visible keys
+    has output 0 and zero gradients. CUDA tensors use the CUDA kernels, CPU tensors the CPU kernels.
 
     Args:
         query: (B, Sq, H, D), float16 or bfloat16; on the CPU also float32 or float64. D from 1 to 256.
@@ -119,9 +119,9 @@ def flash_dmattn_func(
             CUDA only the device reads the values, so that one CUDA graph serves all lengths. For inference: no
             gradients.
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), float32 or in query's dtype, added to the scores by the distance
-            d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). Nothing of size Sq x Sk is
-            made. With cache_seqlens Sk is the number of valid keys. -inf and the least finite number mask. Blocks of
-            keys that it masks are skipped, except with a grid or lists; on CUDA these are the blocks beyond the first
+            d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). No Sq x Sk tensor is
+            materialized. With cache_seqlens Sk is the number of valid keys. -inf and `finfo.min` mask. Blocks of keys
+            that it masks are skipped, except with a grid or lists; on CUDA these are the blocks beyond the first
             and the last visible distance, for sequences of at least 1,024 keys. Its gradient is summed in float32.
             `flash_dmattn.relative` makes the tables of T5, ALiBi and others. window_size selects by attn_bias alone.
         grid: (h, w), for the tokens of an image in row-major order: Sq = Sk = h * w. relative_bias is

@@ -68,8 +68,7 @@ def flash_dmattn_with_kvcache(
         key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
             none. value has v_cache's head dimension.
         bias_cache: as k_cache without D, (B, Sk, Hkv) or (pages, page_size, Hkv); float32 or in the cache's dtype: one
-            number per key and key/value head, added to the scores. -inf and the least finite number of the dtype mask
-            the key.
+            number per key and key/value head, added to the scores. -inf and `finfo.min` mask the key.
         bias: of the new tokens, (B, Sq, Hkv) or (total_q, Hkv), in bias_cache's dtype; with key and bias_cache.
         cache_seqlens: int32 (B), or an int for all: the keys in the cache, without the new ones. On CUDA only the
             device reads the values, so that one CUDA graph serves all lengths.

@@ -29,6 +29,7 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     """Attention through a backend. Variable length is for the compiled ones. Changes `call`."""
     checks.check_options(call)
     call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
+    call.relative_bias, call.sinks = (autocast_like(call.query, x) for x in (call.relative_bias, call.sinks))
     mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
@@ -184,6 +185,12 @@ def autocast(
         keeps = is_per_key(bias.shape) if keeps_float32 is None else keeps_float32
         bias = bias if keeps and bias.dtype == torch.float32 else cast(bias)
     return cast(query), cast(key), cast(value), bias
+
+
+def autocast_like(query: Tensor, tensor: Tensor | None) -> Tensor | None:
+    """Under torch.autocast a 16-bit relative bias, or sinks, in the dtype of `autocast`'s query; float32 stays."""
+    is_cast = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.to(query.dtype) if is_cast and autocast_is_on(query.device) else tensor
 
 
 def apply_scale_tensor(call: Call) -> None:

@@ -116,6 +116,7 @@ def flash_dmattn_with_kvcache(
     check_query(query, cu_seqlens_q)
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
+        bias = bias if bias is None or bias_cache is None else bias.to(bias_cache.dtype)
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
     checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity, left, right)")
     if window_size is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from .arguments import require_bool, require_count, require_floating, shape_of
+from .arguments import require_bool, require_count, require_device, require_floating, shape_of
 from .ops.conventions import accumulation_dtype
 
 
@@ -129,6 +129,7 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log",
         require_parameters(name, parameter, 1, "(H)")
     if scale.shape != shape.shape:
         raise ValueError(f"scale and shape must both be (H), got shapes {shape_of(scale)} and {shape_of(shape)}")
+    require_device("shape", shape, scale.device, "scale")
     scale, shape, distance = wide(scale)[:, None], wide(shape)[:, None], distances(max_distance, scale.device).abs()
     if kind == "log":
         return (-scale * torch.log1p(shape * distance))[None]

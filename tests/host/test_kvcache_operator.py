@@ -83,11 +83,12 @@ def test_inference_mode():
 
 
 def test_autocast():
-    """Under autocast the new tokens come in the cache's dtype."""
+    """Under autocast the new tokens come in the cache's dtype, and their biases in that of bias_cache."""
     sequences = make_sequences(BATCHES["decoding"], dtype=torch.bfloat16)
     call = make_call(sequences)
     expected = call(window_size=8)
     given = call.arguments | {name: call.arguments[name].float() for name in ("key", "value")}
+    given["bias"] = call.arguments["bias"].double()
     with torch.autocast("cpu", dtype=torch.float16):
         ours = flash_dmattn_with_kvcache(call.query.float(), call.k_cache, call.v_cache, window_size=8, **given)
     assert ours.dtype == torch.bfloat16 and torch.equal(ours, expected)

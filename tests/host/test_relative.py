@@ -73,6 +73,8 @@ def test_kerple():
         torch.testing.assert_close(power[0, h], -scale[h] * distance ** shape[h])
     with pytest.raises(ValueError, match="kind must be 'log' or 'power', got 'linear'"):
         relative.kerple(scale, shape, 9, "linear")
+    with pytest.raises(RuntimeError, match="shape must be on scale's device cpu, got meta"):
+        relative.kerple(scale, shape.to("meta"), 9)
 
 
 def test_sandwich():
@@ -220,6 +222,16 @@ def test_gradients_of_vmap(batch, shape, mapped):
         one = gradient(*(x[i] for x in tensors), bias[i] if mapped else bias)
         for x, y in zip(ours, one):
             torch.testing.assert_close(x[i], y)
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "sinks"])
+def test_autocast_casts_16_bits(name):
+    query, key, value = inputs(1, 9, 9, 2, 2, 8, dtype=torch.float16)
+    given = torch.randn((1, 2, 9) if name == "relative_bias" else 2).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_dmattn_func(query, key, value, **{name: given})
+    rows = (x.bfloat16() for x in (query, key, value))
+    assert torch.equal(out, flash_dmattn_func(*rows, **{name: given.bfloat16()}))
 
 
 def test_autocast_leaves_the_table():

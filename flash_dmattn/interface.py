@@ -327,16 +327,15 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
         RuntimeError: an unavailable backend.
     """
     name = backend if backend is not None else next(filter(backends.is_available, backends.NAMES))
-    backends.require(name)
-    return functools.update_wrapper(functools.partial(attend_on, name), flash_dmattn_func)  # can be pickled
+    module = backends.require(name)
 
+    @functools.wraps(flash_dmattn_func)
+    def function(*args, **kwargs):
+        try:
+            call = Call(*args, **kwargs)
+        except TypeError:  # its message names Call
+            require_arguments_of(function, args, kwargs)
+            raise
+        return attend(module, call)
 
-def attend_on(backend: Backend, /, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
-    """`flash_dmattn_func` on a backend."""
-    module = backends.require(backend)
-    try:
-        call = Call(*args, **kwargs)
-    except TypeError:  # its message names Call
-        require_arguments_of(flash_dmattn_func, args, kwargs)
-        raise
-    return attend(module, call)
+    return function

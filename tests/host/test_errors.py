@@ -1,7 +1,5 @@
 """Bad input raises an error that names the argument, the value and what is accepted."""
 
-import pickle
-
 import pytest
 import torch
 from helpers import inputs, on_xpu
@@ -633,12 +631,6 @@ def test_unavailable_backends_say_why():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_the_function_of_a_backend_can_be_pickled():
-    function = flash_dmattn_func_auto("reference")
-    again = pickle.loads(pickle.dumps(function))
-    assert again.__name__ == "flash_dmattn_func" and torch.equal(again(Q, K, V), function(Q, K, V))
-
-
 def test_without_a_gpu():
     assert flash_dmattn.CUDA_AVAILABLE is False and flash_dmattn.FLEX_AVAILABLE is True
     assert "cuda" not in flash_dmattn.get_available_backends()

@@ -200,9 +200,10 @@ def apply_scale_tensor(call: Call) -> None:
         checks.check_scale(scale, query)
         dtype = accumulation_dtype(query.dtype)
         rows, per_head = query.to(dtype), (scale if scale.ndim == 0 else scale[:, None]).to(dtype)
-        scaled = rows * per_head
         if torch.is_grad_enabled():  # hidden rows may be NaN: to the gradient of the scale they add 0, not 0 * NaN
             scaled = torch.where(rows.isfinite(), rows.nan_to_num(0, 0, 0) * per_head, rows * per_head.detach())
+        else:
+            scaled = rows * per_head
         call.query, call.softmax_scale = scaled.to(query.dtype), 1.0
 
 

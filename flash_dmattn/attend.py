@@ -22,14 +22,14 @@ from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
 from .sinks import apply_sinks, scale_of
 
+HALF = (torch.float16, torch.bfloat16)
 COMPILED = {"cpu": cpu, "cuda": cuda, "meta": meta}
 
 
 def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     """Attention through a backend. Variable length is for the compiled ones. Changes `call`."""
     checks.check_options(call)
-    call.query, call.key, call.value, call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias)
-    call.relative_bias, call.sinks = (autocast_like(call.query, x) for x in (call.relative_bias, call.sinks))
+    autocast(call)
     mask = call.attn_mask = as_mask(call.attn_mask)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
@@ -164,33 +164,30 @@ def autocast_is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, keeps_float32: bool | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The inputs in the dtype of torch.autocast.
+def autocast(call: Call, *, keeps_float32: bool = False) -> None:
+    """Casts the inputs of a call to the dtype of torch.autocast.
 
-    keeps_float32: whether a float32 bias stays as it is; None: one of one number per key does.
+    A float32 relative bias, float32 sinks and a float32 bias per key stay, with keeps_float32 any float32 bias.
     """
-    require_tensor("query", query)
-    if not autocast_is_on(query.device):
-        return query, key, value, bias
-    for name, tensor in (("key", key), ("value", value)):
-        require_tensor(name, tensor)
-    dtype = torch.get_autocast_dtype(query.device.type)
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
-
-    if isinstance(bias, Tensor):
-        keeps = is_per_key(bias.shape) if keeps_float32 is None else keeps_float32
-        bias = bias if keeps and bias.dtype == torch.float32 else cast(bias)
-    return cast(query), cast(key), cast(value), bias
+    require_tensor("query", call.query)
+    if not autocast_is_on(call.query.device):
+        return
+    for name in ("query", "key", "value"):
+        require_tensor(name, getattr(call, name))
+        setattr(call, name, autocast_tensor(getattr(call, name)))
+    bias = call.attn_bias
+    if isinstance(bias, Tensor) and not (bias.dtype == torch.float32 and (keeps_float32 or is_per_key(bias.shape))):
+        call.attn_bias = autocast_tensor(bias)
+    for name in ("relative_bias", "sinks"):
+        if getattr(getattr(call, name), "dtype", None) in HALF:
+            setattr(call, name, autocast_tensor(getattr(call, name)))
 
 
-def autocast_like(query: Tensor, tensor: Tensor | None) -> Tensor | None:
-    """Under torch.autocast a 16-bit relative bias, or sinks, in the dtype of `autocast`'s query; float32 stays."""
-    is_cast = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.to(query.dtype) if is_cast and autocast_is_on(query.device) else tensor
+def autocast_tensor(tensor: Tensor) -> Tensor:
+    """A tensor in the dtype of torch.autocast, if autocast is on and the tensor is floating but not float64."""
+    if not autocast_is_on(tensor.device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def apply_scale_tensor(call: Call) -> None:

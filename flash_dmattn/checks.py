@@ -74,7 +74,7 @@ def check_options(call: Call) -> None:
     require_bool("deterministic", call.deterministic)
     require_bool("return_attn_probs", call.return_attn_probs)
     require_bool("return_lse", call.return_lse)
-    if call.sparse not in SPARSE:
+    if not isinstance(call.sparse, str) or call.sparse not in SPARSE:
         raise ValueError(f"sparse must be one of {', '.join(SPARSE)}, got {call.sparse!r}")
     if call.sparse == "lists" and call.attn_mask is None and call.window_size is None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")

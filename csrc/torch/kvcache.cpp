@@ -67,8 +67,35 @@ void check_caches(const KvCacheInputs& in) {
     check_device(bias, "bias_cache", query, "query");
 }
 
-// New tokens are written into caches whose elements do not share memory. Caches may overlap where their pages do not:
-// transformers takes pages of K and of V from one tensor.
+// Whether two tensors of one layout, `distance` elements apart, share an element: whether the distance is a sum of
+// strides, each times a difference of two indices. False where elements of one tensor share memory.
+bool share_elements(int64_t distance, std::vector<std::pair<int64_t, int64_t>> strides_and_sizes) {
+    if (strides_and_sizes.empty()) return distance == 0;
+    const auto largest = std::max_element(strides_and_sizes.begin(), strides_and_sizes.end());
+    const auto [stride, size] = *largest;
+    strides_and_sizes.erase(largest);
+    int64_t reach = 0;  // of the other dimensions
+    for (const auto& [other, count] : strides_and_sizes) reach += other * (count - 1);
+    if (stride <= reach) return false;
+    const int64_t steps = distance / stride;  // |distance - n * stride| <= reach < stride: n is steps or a neighbor
+    for (int64_t n = std::max(steps - 1, 1 - size); n <= std::min(steps + 1, size - 1); ++n)
+        if (share_elements(distance - n * stride, strides_and_sizes)) return true;
+    return false;
+}
+
+bool share_memory(const Tensor& a, const Tensor& b) {
+    if (!a.is_alias_of(b)) return false;
+    const auto status = at::get_overlap_status(a, b);
+    if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
+    if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes() || a.strides() != b.strides()) return false;
+    std::vector<std::pair<int64_t, int64_t>> strides_and_sizes;
+    for (int64_t dim = 0; dim < a.dim(); ++dim)
+        if (a.size(dim) > 1) strides_and_sizes.emplace_back(a.stride(dim), a.size(dim));
+    return share_elements(b.storage_offset() - a.storage_offset(), std::move(strides_and_sizes));
+}
+
+// New tokens are written into caches whose elements do not share memory. Caches may alternate in memory: transformers
+// takes pages of K and of V from one tensor. Views of one storage in different layouts are not compared.
 void check_writable(const KvCacheInputs& in) {
     using Named = std::pair<const char*, const Tensor*>;
     std::vector<Named> caches{{"k_cache", &in.k_cache}, {"v_cache", &in.v_cache}};
@@ -78,9 +105,8 @@ void check_writable(const KvCacheInputs& in) {
         TORCH_CHECK_VALUE(at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
                           " must not be expanded where new tokens are written, got strides ", cache->strides());
         for (size_t j = 0; j < i; ++j)
-            TORCH_CHECK_VALUE(at::get_overlap_status(*caches[j].second, *cache) != at::MemOverlapStatus::Full,
-                              caches[j].first, " and ", name,
-                              " must not share memory where new tokens are written, got the same memory");
+            TORCH_CHECK_VALUE(!share_memory(*caches[j].second, *cache), caches[j].first, " and ", name,
+                              " must not share memory where new tokens are written, got views that overlap");
     }
 }
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend import add_row_bias, autocast, kernel_rows, split_row_bias, without_padding
+from ..attend import add_row_bias, autocast_tensor, kernel_rows, split_row_bias, without_padding
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask
@@ -132,10 +132,10 @@ def context_parallel_attention(
     if mask_kind == "intervals":  # sums and differences of bounds stay within 32 bits
         call.attn_mask = call.attn_mask._of_same_kind(call.attn_mask.intervals.clamp(0, sum(lengths)))
     if bias_kind == "dense" or (bias_kind == "row" and call.attn_bias.shape[2] == signature.rows):
-        call.attn_bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=False)[3]
+        call.attn_bias = autocast_tensor(call.attn_bias)
     out, lse = attend(call, Shards(weakref.ref(group), lengths), mask_kind, bias_kind)
-    if sinks is not None:
-        out = apply_sinks(out, lse, sinks)
+    if call.sinks is not None:
+        out = apply_sinks(out, lse, call.sinks)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

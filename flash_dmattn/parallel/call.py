@@ -49,7 +49,8 @@ def check_call(call: ShardedCall) -> ShardedCall:
     if mask is not None and not isinstance(mask, KeyIntervalMask):
         require_tensor("attn_mask", mask, "a bool torch.Tensor or a KeyIntervalMask")  # KeyLists serve one rank only
     # Whether a float32 bias is cast depends on its kind, which the ranks determine together.
-    query, key, value, bias = autocast(call.query, call.key, call.value, call.attn_bias, keeps_float32=True)
+    autocast(call, keeps_float32=True)
+    query, key, value, bias = call.query, call.key, call.value, call.attn_bias
     is_varlen = cu_seqlens is not None
     if isinstance(mask, KeyIntervalMask) and mask.is_varlen != is_varlen:
         accepted = "(S_r, {H|Hkv|1}) with cu_seqlens" if is_varlen else "({B|1}, {H|Hkv|1}, S_r) without cu_seqlens"

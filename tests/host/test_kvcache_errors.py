@@ -369,11 +369,34 @@ def test_bad_input(function, changes, error, message):
         function(**changes)
 
 
-def test_one_tensor_as_both_caches_is_not_written():
-    cache = torch.zeros(2, 30, 2, 16)
+OVERLAPPING = {
+    "the same": lambda: [torch.zeros(2, 30, 2, 16)] * 2,
+    "shifted by a sequence": lambda: (lambda x: (x[:2], x[1:]))(torch.zeros(3, 30, 2, 16)),
+    "shifted by keys": lambda: (lambda x: (x[:, :30], x[:, 2:]))(torch.zeros(2, 32, 2, 16)),
+    "shifted by a head": lambda: (lambda x: (x[:, :, :2], x[:, :, 1:]))(torch.zeros(2, 30, 3, 16)),
+    "shifted by columns": lambda: (lambda x: (x[..., :16], x[..., 8:]))(torch.zeros(2, 30, 2, 24)),
+}
+ALTERNATING = {
+    "sequence by sequence": lambda: torch.zeros(2, 2, 30, 2, 16).unbind(1),
+    "key by key": lambda: torch.zeros(2, 30, 2, 2, 16).unbind(2),
+    "head by head": lambda: torch.zeros(2, 30, 2, 2, 16).unbind(3),
+    "in one row": lambda: torch.zeros(2, 30, 2, 32).chunk(2, dim=-1),
+}
+
+
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_caches_that_share_memory_are_not_written(make):
+    k_cache, v_cache = make()
     with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written, got"):
-        fixed(k_cache=cache, v_cache=cache)
-    fixed(k_cache=cache, v_cache=cache, key=None, value=None, bias=None)
+        fixed(k_cache=k_cache, v_cache=v_cache)
+    fixed(k_cache=k_cache, v_cache=v_cache, key=None, value=None, bias=None)
+
+
+@pytest.mark.parametrize("make", ALTERNATING.values(), ids=ALTERNATING)
+def test_caches_that_alternate_in_memory_are_written(make):
+    k_cache, v_cache = make()
+    fixed(k_cache=k_cache, v_cache=v_cache)
+    assert k_cache.any() and v_cache.any()
 
 
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])

@@ -94,6 +94,16 @@ def test_autocast():
     assert ours.dtype == torch.bfloat16 and torch.equal(ours, expected)
 
 
+def test_autocast_of_a_relative_bias_and_sinks():
+    """Those of 16 bits are cast to the cache's dtype."""
+    sequences = make_sequences(BATCHES["decoding"], dtype=torch.bfloat16)
+    given = {"relative_bias": torch.randn(1, 1, 9).half(), "sinks": torch.randn(1).half()}
+    expected = make_call(sequences)(**{name: x.bfloat16() for name, x in given.items()})
+    call = make_call(sequences)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(call(**given), expected)
+
+
 @each_layout
 @pytest.mark.parametrize("window_size", [None, 20])
 @pytest.mark.parametrize("sizes", [{}, {"head_dim": 13}], ids=str)

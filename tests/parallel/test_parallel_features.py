@@ -81,6 +81,21 @@ def test_autocast(two):
     assert two.results(under_autocast) == [[torch.bfloat16] * 2] * 2
 
 
+def learned_biases_under_autocast():
+    """Whether 16-bit relative biases and sinks are cast as query is."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 8, 2, 8) for _ in range(3)]
+    biases = {"relative_bias": torch.randn(1, 2, 9).half(), "sinks": torch.randn(2).half()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = context_parallel_attention(*rows, **biases)
+    cast = {name: x.bfloat16() for name, x in biases.items()}
+    return torch.equal(out, context_parallel_attention(*(x.bfloat16() for x in rows), **cast))
+
+
+def test_autocast_of_learned_biases(two):
+    assert two.results(learned_biases_under_autocast) == [True, True]
+
+
 def one_row_under_autocast():
     """The dtypes of the outputs for a dense bias and one per row in float32. Rank 0 has one row."""
     length = (1, 11)[dist.get_rank()]

@@ -84,6 +84,7 @@ struct KeyList {
         int num_n_blocks = ceil_div(size, kKeys);
         if (!p.is_causal || p.lists.num_m_blocks > 1) return num_n_blocks;
         const int causal_end = s.causal_end(rows_end - 1);
+        if (causal_end >= s.keys) return num_n_blocks;
         int low = 0;
         while (low < num_n_blocks) {
             const int middle = (low + num_n_blocks) / 2;

@@ -54,6 +54,8 @@ public:
             const Sequence& s = sequence();
             const int head = smem.work_tile.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
             smem.list = KeyList(p, s, head, query_row(0));
+            const int num_n_blocks = smem.list.template count_n_blocks<kKeys>(p, s, query_row(kRows - 1) + 1);
+            smem.list.size = min(smem.list.size, num_n_blocks * kKeys);
             smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
             smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
             if (kBias != BiasKind::kNone) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));

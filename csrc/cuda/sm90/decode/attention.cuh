@@ -8,6 +8,7 @@
 
 #include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/named_barrier.cuh"
+#include "cuda/softmax/online_softmax.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "shared_storage.cuh"
 
@@ -227,9 +228,9 @@ private:
         float max[2] = {-kInfinity, -kInfinity};
         float sum[2] = {};  // over this lane's keys
 
-        // Replaces scores by exp(score - base). The base stays below the maximum while no exponential exceeds 2^kSlack.
+        // Replaces scores by exp(score - base), with the lazy rescaling of OnlineSoftmax.
         __device__ void exponentiate(float (&scores)[4]) {
-            constexpr float kSlack = 8;
+            constexpr float kSlack = OnlineSoftmax<1>::kSlack;
             float largest[2];
             bool grows = false;
 #pragma unroll

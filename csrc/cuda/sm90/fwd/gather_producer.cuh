@@ -51,13 +51,13 @@ private:
     // before V of the previous one.
     __device__ __forceinline__ void load(FwdWorkTile& work_tile) {
         const KeyList list(p_, work_tile.s, work_tile.head, work_tile.first_row);
-        work_tile.list_size = list.size;
-        const int num_n_blocks = ceil_div(list.size, kKeys);
+        const int rows = kRows / scheduler_.qheads_per_tile;
+        const int num_n_blocks = list.template count_n_blocks<kKeys>(p_, work_tile.s, work_tile.first_row + rows);
+        work_tile.list_size = min(list.size, num_n_blocks * kKeys);
         const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
-        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list,
-                                          kRows / scheduler_.qheads_per_tile);
+        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list, rows);
         const int lane_key = warp_id() * kWarpKeys + lane_id();
         const auto position_of = [&](int n_block) {
             return lane_id() < kWarpKeys ? list.key(n_block * kKeys + lane_key) : -1;

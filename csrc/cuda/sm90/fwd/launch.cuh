@@ -15,55 +15,6 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The tile scheduler of a call, and its grid.
-struct FwdGrid {
-    FwdTileSchedulerParams scheduler{};
-    unsigned num_ctas = 0;
-
-    FwdGrid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias) {
-        const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / qheads_per_tile;
-        scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
-        scheduler.num_m_blocks = FastDivmod(num_m_blocks);
-        scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
-        scheduler.qheads_per_tile = qheads_per_tile;
-        scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
-        scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
-        // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in
-        // advance, unless the scheduler is dynamic (interval masks): so they must be short or their lengths change
-        // evenly.
-        const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
-        const bool uniform = gathers || (!p.is_causal && even);
-        constexpr int kShort = 2048;
-        const bool is_persistent =
-            uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p));
-        const int64_t pairs = heads * p.batch;
-        int64_t section = scheduler.batch_first ? p.batch : 1;
-        if (is_persistent && !uniform) {
-            section = pairs;  // lengths change evenly from the first work tile to the last
-        } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
-            section = pairs_in_cache(p, pairs);
-        }
-        scheduler.section = FastDivmod(section);
-        const unsigned num_sms = current_device().num_sms;
-        num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
-    }
-
-private:
-    static int64_t kv_head_bytes(const FwdArgs& p) { return 2 * p.seqlen_k * p.head_dim * kElementBytes; }
-    // Whether all K and V are read at the same time without loss: they take at most twice the L2 cache. The CTAs of a
-    // head read the same keys at about the same time.
-    static bool is_near_cache(const FwdArgs& p) {
-        return p.batch * p.kv_heads * kv_head_bytes(p) <= 2 * current_device().l2_bytes;
-    }
-    // The largest divisor of the number of (head, batch) pairs whose K and V take at most half of the L2 cache.
-    static int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
-        const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes(p);
-        int64_t section = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
-        while (pairs % section != 0) --section;
-        return section;
-    }
-};
-
 template <typename T, BiasKind kBias, typename Traits>
 void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     using SharedStorage = FwdSharedStorage<T, kBias, Traits>;
@@ -71,7 +22,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     const int qheads_per_tile =
         Traits::kGathers && p.lists.m_block_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
     const int rows = Traits::kRows / qheads_per_tile;
-    const FwdGrid grid(p, rows, qheads_per_tile, Traits::kGathers, kIsDense);
+    const FwdGrid grid = plan_grid(p, rows, qheads_per_tile, Traits::kGathers, kIsDense);
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;

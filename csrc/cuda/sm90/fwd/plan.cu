@@ -1,8 +1,13 @@
-// Plans the sm90 forward: which kernels support a call, and which calls they serve faster than sm80's.
+// Plans the sm90 forward: which kernels support a call, which calls they serve faster than sm80's, and the grid.
 #include "plan.h"
 
+#include <algorithm>
+
 #include "cuda/arch/tensor_map.h"
+#include "cuda/common/check.h"
+#include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
@@ -28,6 +33,22 @@ bool supports_lists(const FwdParams& p) {
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }
 
+int64_t kv_head_bytes(const FwdArgs& p) { return 2 * p.seqlen_k * p.head_dim * kElementBytes; }
+
+// Whether all K and V are read at the same time without loss: they take at most twice the L2 cache. The CTAs of a head
+// read the same keys at about the same time.
+bool is_near_cache(const FwdArgs& p) {
+    return p.batch * p.kv_heads * kv_head_bytes(p) <= 2 * current_device().l2_bytes;
+}
+
+// The largest divisor of the number of (head, batch) pairs whose K and V take at most half of the L2 cache.
+int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
+    const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes(p);
+    int64_t section = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
+    while (pairs % section != 0) --section;
+    return section;
+}
+
 }  // namespace
 
 bool should_use_fwd(const FwdParams& params) {
@@ -49,6 +70,36 @@ bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
     return true;
+}
+
+FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias) {
+    FwdGrid grid;
+    FwdTileSchedulerParams& scheduler = grid.scheduler;
+    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / qheads_per_tile;
+    scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
+    scheduler.num_m_blocks = FastDivmod(num_m_blocks);
+    scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
+    scheduler.qheads_per_tile = qheads_per_tile;
+    scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
+    scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
+    // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
+    // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.
+    const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
+    const bool uniform = gathers || (!p.is_causal && even);
+    constexpr int kShort = 2048;
+    const bool is_persistent =
+        uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p));
+    const int64_t pairs = heads * p.batch;
+    int64_t section = scheduler.batch_first ? p.batch : 1;
+    if (is_persistent && !uniform) {
+        section = pairs;  // lengths change evenly from the first work tile to the last
+    } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
+        section = pairs_in_cache(p, pairs);
+    }
+    scheduler.section = FastDivmod(section);
+    const unsigned num_sms = current_device().num_sms;
+    grid.num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
+    return grid;
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/basics.cuh"
 #include "cuda/plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -15,6 +16,24 @@ bool plan_fwd(const FwdParams& params, FwdPlan& plan);
 
 // Over key lists sm80's kernel is faster at small head dimensions.
 constexpr bool has_list_kernel(int64_t head_dim) { return head_dim > 32; }
+
+struct FwdTileSchedulerParams {
+    unsigned num_work_tiles;
+    FastDivmod num_m_blocks;         // of one head
+    FastDivmod section;              // (head, batch) pairs of a section; divides their number
+    FastDivmod inner;                // H / qheads_per_tile, or B if batch_first
+    uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
+    int qheads_per_tile;             // gathered keys: one query head per MMA warpgroup, or 1; else 1
+    bool batch_first;                // pairs are numbered batch by batch, so that L2 serves a shared dense bias
+};
+
+// The tile scheduler of a launch, and its CTAs.
+struct FwdGrid {
+    FwdTileSchedulerParams scheduler{};
+    unsigned num_ctas = 0;
+};
+// rows: of a work tile. gathers: over key lists.
+FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias);
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& args, cudaStream_t stream);

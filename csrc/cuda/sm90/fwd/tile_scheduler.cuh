@@ -10,7 +10,7 @@
 //
 // The first row that fits:
 //
-// | call (FwdGrid in launch.cuh)                                          | scheduler          |
+// | call (plan_grid)                                                      | scheduler          |
 // | interval mask without a dense bias or lists                           | dynamic persistent |
 // | other interval masks; uniform or causal work tiles; at most 2048 rows | static persistent  |
 // | packed masks; packed sequences; causal, far more K and V than L2      | one CTA per tile   |
@@ -18,19 +18,9 @@
 
 #include "cuda/arch/named_barrier.cuh"
 #include "cuda/common/sequence.cuh"
-#include "cuda/plan.h"
+#include "plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
-
-struct FwdTileSchedulerParams {
-    unsigned num_work_tiles;
-    FastDivmod num_m_blocks;         // of one head
-    FastDivmod section;              // (head, batch) pairs of a section; divides their number
-    FastDivmod inner;                // H / qheads_per_tile, or B if batch_first
-    uint32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
-    int qheads_per_tile;             // gathered keys: one query head per MMA warpgroup, or 1; else 1
-    bool batch_first;                // pairs are numbered batch by batch, so that L2 serves a shared dense bias
-};
 
 // A work tile: an m_block of one head, or of qheads_per_tile heads from `head` on.
 class FwdWorkTile {

@@ -1,9 +1,9 @@
 """Builds flash_dmattn._C: the CPU kernels always, the CUDA kernels where possible. Metadata is in pyproject.toml.
 
-CUDA kernels require a CUDA build of PyTorch, an nvcc of the same CUDA major version, and a GPU or TORCH_CUDA_ARCH_LIST.
-FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") restrict them. FLASH_DMATTN_CPU_CAPABILITY (DEFAULT,
-AVX2, AVX512) selects the CPU instruction set; the default is that of the build machine. FLASH_DMATTN_CXX_FLAGS are
-further flags of the C++ compiler (scripts/sanitize.py).
+CUDA kernels require a CUDA build of PyTorch, an nvcc of the same CUDA major version, and a GPU of compute capability
+8.0 or newer (or TORCH_CUDA_ARCH_LIST). FLASH_DMATTN_HEAD_DIMS ("64,128") and FLASH_DMATTN_DTYPES ("bf16") restrict
+them. FLASH_DMATTN_CPU_CAPABILITY (DEFAULT, AVX2, AVX512) selects the CPU instruction set; the default is that of the
+build machine. FLASH_DMATTN_CXX_FLAGS are further flags of the C++ compiler (scripts/sanitize.py).
 """
 
 import os
@@ -113,10 +113,24 @@ def why_without_cuda() -> str | None:
             f"nvcc has CUDA {nvcc} and PyTorch {torch.__version__} has CUDA {torch.version.cuda}: "
             f"set CUDA_HOME to a CUDA {major} toolkit, or install PyTorch for CUDA {nvcc_major}"
         )
-        if arch_list:
-            sys.exit(f"flash_dmattn: TORCH_CUDA_ARCH_LIST is set, but {reason}")
-        return reason
-    return None
+    elif not cuda_targets():
+        reason = "the CUDA kernels need compute capability 8.0 or newer"
+    else:
+        return None
+    if arch_list:
+        sys.exit(f"flash_dmattn: TORCH_CUDA_ARCH_LIST is set, but {reason}")
+    return reason
+
+
+def cuda_targets() -> list[str]:
+    """nvcc's -gencode flags, without those for compute capabilities below 8.0.
+
+    Computed here instead of by CUDAExtension, so that the module can report its architectures. Code for sm_90a runs on
+    the same GPUs as code for sm_90, and a build for it alone compiles all files with the same flags.
+    """
+    sm90 = {"-gencode=arch=compute_90,code=sm_90": generate_kernels.SM90A}
+    targets = dict.fromkeys(sm90.get(target, target) for target in cpp_extension._get_cuda_arch_flags())
+    return [target for target in targets if int(re.search(r"code=\w+_(\d+)", target).group(1)) >= 80]
 
 
 def compression_flag(nvcc: str) -> str:
@@ -140,10 +154,7 @@ def extension():
         flags["cxx"].append(quoted("FLASH_DMATTN_WHY_NO_CUDA", reason))
         return CppExtension("flash_dmattn._C", [*CPU_SOURCES, WITHOUT_CUDA], **options)
 
-    # Computed here instead of by CUDAExtension, so that the module can report its architectures. Code for sm_90a runs
-    # on the same GPUs as code for sm_90, and a build for it alone compiles all files with the same flags.
-    sm90 = {"-gencode=arch=compute_90,code=sm_90": generate_kernels.SM90A}
-    targets = list(dict.fromkeys(sm90.get(target, target) for target in cpp_extension._get_cuda_arch_flags()))
+    targets = cuda_targets()
     codes = sorted(
         {target.rpartition("code=")[2] for target in targets}, key=lambda c: (c.startswith("compute"), len(c), c)
     )

@@ -4,9 +4,9 @@
     python examples/relative_bias.py --kind image --plot image.png     # a table of offsets in two dimensions, as Swin's
     python examples/relative_bias.py --device cuda --size 4096 --plot sequence.png
 
-Tokens are random. Each position must name the token that stands some places before it: in a sequence `--lag` tokens
-before, in an image a row above and two columns to the left. The heads can only find it by the distance, so the bias
-grows there. `relative_bias` is read inside the kernels, and its gradient is summed there: nothing of S x S is made.
+Tokens are random. The target of each position is an earlier token: in a sequence the one `--lag` positions before, in
+an image the one a row up and two columns to the left. The heads can only find it by the distance, so the bias grows
+there. The kernels read `relative_bias` and sum its gradient: no S x S tensor is materialized.
 
 Requires the extra [bench]: pip install --no-build-isolation '.[bench]'.
 """
@@ -28,7 +28,7 @@ from flash_dmattn import flash_dmattn_func, relative
 SEQUENCE, IMAGE = KINDS = ("sequence", "image")
 VOCABULARY = 16
 BUCKETS, MAX_DISTANCE = 32, 64  # T5's embedding of distances
-ABOVE, LEFT = 1, 2  # where the token to name stands in an image
+ABOVE, LEFT = 1, 2  # rows and columns from the target to its position in an image
 NO_TARGET = -100
 
 
@@ -40,7 +40,7 @@ class Config:
     steps: int = option(150, "optimizer steps")
     batch_size: int = option(16, "sequences or images per step")
     size: int = option(128, "tokens of a sequence; of an image the square root of it is its height and width")
-    lag: int = option(5, "how far before a token of a sequence the one to name stands")
+    lag: int = option(5, "distance from a position of a sequence back to its target")
     width: int = option(64, "model width")
     heads: int = option(4, "attention heads")
     lr: float = option(3e-2, "peak learning rate")

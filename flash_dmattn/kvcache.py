@@ -64,7 +64,7 @@ def flash_dmattn_with_kvcache(
         k_cache: (B, Sk, Hkv, D) in query's dtype, with cache_batch_idx any number of elements in place of B; or with
             block_table (pages, page_size, Hkv, D). The last dimension is contiguous; on CUDA D is a multiple of 8, and
             storage and other strides are aligned to 16 bytes.
-        v_cache: as k_cache; on the CPU with a head dimension of its own.
+        v_cache: in k_cache's shape; on the CPU its head dimension may differ.
         key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
             none. value has v_cache's head dimension.
         bias_cache: as k_cache without D, (B, Sk, Hkv) or (pages, page_size, Hkv); float32 or in the cache's dtype: one
@@ -99,9 +99,9 @@ def flash_dmattn_with_kvcache(
         (H, total_q) in natural logarithms, float32 (float64 for float64), -inf for a row without visible keys.
 
     Raises:
-        ValueError: an invalid shape or value; a tensor that requires grad while gradients are enabled: there are none;
-            on the CPU a NaN among a sequence's biases with window_size. On CUDA this NaN fails a device-side assertion,
-            which ends the CUDA context.
+        ValueError: an invalid shape or value; an input that requires grad while gradients are enabled (there is no
+            backward); on the CPU a NaN among a sequence's biases with window_size. On CUDA this NaN fails a device-side
+            assertion, which ends the CUDA context.
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """

@@ -23,13 +23,16 @@
 namespace flash_dmattn::cuda {
 namespace {
 
-// The architecture that FLASH_DMATTN_ARCH names, for tests and comparisons; null where it names none.
+// The architecture that FLASH_DMATTN_ARCH names, for tests and comparisons; null where it is not set.
 const Architecture* named_architecture() {
     const char* name = std::getenv("FLASH_DMATTN_ARCH");
-    if (name == nullptr) return nullptr;
-    for (const Architecture& architecture : kArchitectures)
+    if (name == nullptr || *name == 0) return nullptr;
+    std::string known;
+    for (const Architecture& architecture : kArchitectures) {
         if (std::string_view(name) == architecture.name) return &architecture;
-    return nullptr;
+        known += (known.empty() ? "" : " or ") + std::string(architecture.name);
+    }
+    throw std::runtime_error("FLASH_DMATTN_ARCH must be " + known + ", got " + name);
 }
 
 // For the log: why kernels that would be faster do not support a call, and what to change.
@@ -49,9 +52,11 @@ void select_kernels(const char* what, Direction<Params, Plan> Architecture::* di
     const Architecture* const named = named_architecture();
     const char* skipped = nullptr;  // the first architecture that runs on the device and does not serve the call
     const char* reason = nullptr;
+    bool runs = false;  // an architecture runs on the device
     for (auto* arch = named != nullptr ? named : std::begin(kArchitectures); arch != std::end(kArchitectures); ++arch) {
         const Direction<Params, Plan>& kernels = arch->*direction;
         if (!arch->runs_on(capability)) continue;
+        runs = true;
         const bool faster = arch == named || kernels.should_use == nullptr || kernels.should_use(p);
         if (faster && kernels.plan(p, plan)) {
             if (skipped != nullptr && logs_fallbacks())
@@ -64,6 +69,9 @@ void select_kernels(const char* what, Direction<Params, Plan> Architecture::* di
             reason = faster ? why_unsupported(p) : "they are not faster for these sizes";
         }
     }
+    if (!runs)
+        throw std::runtime_error("the CUDA kernels need compute capability 8.0 or newer, got " +
+                                 std::to_string(capability / 10) + "." + std::to_string(capability % 10));
     throw std::runtime_error("no " + std::string(what) + " kernel was built for this dtype and head dimension " +
                              std::to_string(p.head_dim) + ": see FLASH_DMATTN_DTYPES and FLASH_DMATTN_HEAD_DIMS");
 }

@@ -83,19 +83,19 @@ bool share_elements(int64_t distance, std::vector<std::pair<int64_t, int64_t>> s
     return false;
 }
 
-bool share_memory(const Tensor& a, const Tensor& b) {
-    if (!a.is_alias_of(b)) return false;
-    const auto status = at::get_overlap_status(a, b);
-    if (status != at::MemOverlapStatus::TooHard) return status != at::MemOverlapStatus::No;
-    if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes() || a.strides() != b.strides()) return false;
+// Whether two caches of one layout share a key of the same number: in pages, of the same page, since only the block
+// table says which pages the sequences of each use. Views in different layouts are not compared.
+bool share_keys(const Tensor& a, const Tensor& b, bool has_pages) {
+    if (!a.is_alias_of(b) || a.scalar_type() != b.scalar_type()) return false;
+    if (a.sizes() != b.sizes() || a.strides() != b.strides()) return false;
     std::vector<std::pair<int64_t, int64_t>> strides_and_sizes;
-    for (int64_t dim = 0; dim < a.dim(); ++dim)
+    for (int64_t dim = has_pages ? 1 : 0; dim < a.dim(); ++dim)
         if (a.size(dim) > 1) strides_and_sizes.emplace_back(a.stride(dim), a.size(dim));
     return share_elements(b.storage_offset() - a.storage_offset(), std::move(strides_and_sizes));
 }
 
-// New tokens are written into caches whose elements do not share memory. Caches may alternate in memory: transformers
-// takes pages of K and of V from one tensor. Views of one storage in different layouts are not compared.
+// New tokens are written into caches that do not share memory. Their pages may alternate: transformers takes pages of K
+// and of V from one tensor.
 void check_writable(const KvCacheInputs& in) {
     using Named = std::pair<const char*, const Tensor*>;
     std::vector<Named> caches{{"k_cache", &in.k_cache}, {"v_cache", &in.v_cache}};
@@ -105,7 +105,8 @@ void check_writable(const KvCacheInputs& in) {
         TORCH_CHECK_VALUE(at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
                           " must not be expanded where new tokens are written, got strides ", cache->strides());
         for (size_t j = 0; j < i; ++j)
-            TORCH_CHECK_VALUE(!share_memory(*caches[j].second, *cache), caches[j].first, " and ", name,
+            TORCH_CHECK_VALUE(!share_keys(*caches[j].second, *cache, in.block_table.has_value()), caches[j].first,
+                              " and ", name,
                               " must not share memory where new tokens are written, got views that overlap");
     }
 }

@@ -449,19 +449,19 @@ size_t largest_pair_bias_fwd() {
     return std::max({PairBiasFwdSharedStorage<Tiles>::bytes(Tiles::kSizes.max_keys / 64)...});
 }
 template <typename... Tiles>
-size_t largest_pair_bias_dkey() {
-    return std::max({PairBiasDkeySharedStorage<Tiles>::bytes(Tiles::kMaxSeqlenQ / kPairBiasRows)...});
+size_t largest_pair_bias_dkdv() {
+    return std::max({PairBiasDkdvSharedStorage<Tiles>::bytes(Tiles::kMaxSeqlenQ / kPairBiasRows)...});
 }
 template <typename T, typename Bias>
-using Dquery = PairBiasDquerySharedStorage<PairBiasDqueryKernelTraits<T, Bias, 3>>;
+using Dquery = PairBiasDqDbiasSharedStorage<PairBiasDqDbiasKernelTraits<T, Bias, 3>>;
 #define PAIR_BIAS(T, kHeadDim)                                                                                  \\
     print<Dquery<T, T>, Dquery<T, float>>(                                                                      \\
         "pair_bias", kHeadDim,                                                                                  \\
         std::max(largest_pair_bias_fwd<PairBiasFwdKernelTraits<T, T, 0>, PairBiasFwdKernelTraits<T, T, 1>,      \\
                                        PairBiasFwdKernelTraits<T, float, 2>>(),                                 \\
-                 largest_pair_bias_dkey<PairBiasDkeyKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>,         \\
-                                        PairBiasDkeyKernelTraits<T, float, 2, 256, 3, 2>,                       \\
-                                        PairBiasDkeyKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>>()));
+                 largest_pair_bias_dkdv<PairBiasDkdvKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>,         \\
+                                        PairBiasDkdvKernelTraits<T, float, 2, 256, 3, 2>,                       \\
+                                        PairBiasDkdvKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>>()));
 
 template <typename T, int kHeadDim>
 int decode_bytes() {  // without selection, whose memory depends on the call

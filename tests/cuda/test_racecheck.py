@@ -36,8 +36,8 @@ ACCEPTED = {
     Race("fwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),  # stored_rows: gathered keys
     Race("bwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),
     Race("pair_bias_fwd_kernel", READ_WRITE): ("zeroed_rows",),
-    Race("pair_bias_dquery_kernel", READ_WRITE): ("zeroed_rows",),
-    Race("pair_bias_dkey_kernel", READ_WRITE): ("zeroed_rows",),
+    Race("pair_bias_dq_dbias_kernel", READ_WRITE): ("zeroed_rows",),
+    Race("pair_bias_dkdv_kernel", READ_WRITE): ("zeroed_rows",),
     Race("grouped_sparse_bwd_kernel", READ_WRITE): ("stored_metadata",),
 }
 

@@ -84,6 +84,12 @@ def test_sm90_is_selected_automatically_for_long_sequences(monkeypatch):
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
 
 
+def test_an_unknown_architecture_is_an_error(monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_ARCH", "hopper")
+    with pytest.raises(RuntimeError, match="FLASH_DMATTN_ARCH must be sm90 or sm80, got hopper"):
+        generations(on_gpu(1, 200, 200, 4, 4, 64), None)
+
+
 @pytest.mark.parametrize(("keys", "generation"), [(512, "sm80"), (1024, "sm90")])
 def test_sm90_is_selected_automatically_for_lists_of_large_heads_and_many_keys(keys, generation, monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")

@@ -384,6 +384,16 @@ ALTERNATING = {
 }
 
 
+OVERLAPPING_PAGES = {
+    "the same": lambda: [torch.zeros(11, 16, 2, 16)] * 2,
+    "shifted in a page": lambda: (lambda x: (x[:, :16], x[:, 4:]))(torch.zeros(11, 20, 2, 16)),
+}
+ALTERNATING_PAGES = {
+    "page by page": lambda: torch.zeros(11, 2, 16, 2, 16).unbind(1),
+    "shifted by a page": lambda: (lambda x: (x[:-1], x[1:]))(torch.zeros(12, 16, 2, 16)),  # as in transformers
+}
+
+
 @pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_caches_that_share_memory_are_not_written(make):
     k_cache, v_cache = make()
@@ -396,6 +406,20 @@ def test_caches_that_share_memory_are_not_written(make):
 def test_caches_that_alternate_in_memory_are_written(make):
     k_cache, v_cache = make()
     fixed(k_cache=k_cache, v_cache=v_cache)
+    assert k_cache.any() and v_cache.any()
+
+
+@pytest.mark.parametrize("make", OVERLAPPING_PAGES.values(), ids=OVERLAPPING_PAGES)
+def test_pages_that_share_memory_are_not_written(make):
+    k_cache, v_cache = make()
+    with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written, got"):
+        paged(k_cache=k_cache, v_cache=v_cache)
+
+
+@pytest.mark.parametrize("make", ALTERNATING_PAGES.values(), ids=ALTERNATING_PAGES)
+def test_pages_that_alternate_in_memory_are_written(make):
+    k_cache, v_cache = make()
+    paged(k_cache=k_cache, v_cache=v_cache)
     assert k_cache.any() and v_cache.any()
 
 

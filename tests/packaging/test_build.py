@@ -174,6 +174,17 @@ def test_an_nvcc_that_does_not_say_what_it_is(tmp_path, says):
     assert "building without CUDA kernels: nvcc was not found (set CUDA_HOME)" in done.stdout
 
 
+@pytest.mark.parametrize("targets, code", [("7.5;9.0", 0), ("7.5", 1)])
+def test_targets_below_8_0_are_not_built(tmp_path, targets, code):
+    nvcc = "Cuda compilation tools, release 13.0, V13.0.48"
+    done = setup_with_nvcc(tmp_path, nvcc, TORCH_CUDA_ARCH_LIST=targets)
+    assert (done.returncode != 0) == code, done.stderr
+    if code == 0:
+        assert "files of CUDA kernels for sm_90a\n" in done.stdout
+    else:
+        assert "TORCH_CUDA_ARCH_LIST is set, but the CUDA kernels need compute capability 8.0 or newer" in done.stderr
+
+
 def test_an_nvcc_of_another_minor_version_serves(tmp_path):
     done = setup_with_nvcc(tmp_path, "Cuda compilation tools, release 13.2, V13.2.1", TORCH_CUDA_ARCH_LIST="9.0")
     assert done.returncode == 0, done.stderr

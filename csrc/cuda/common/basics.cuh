@@ -14,6 +14,7 @@ using bfloat16_t = __nv_bfloat16;
 
 constexpr float kInfinity = __builtin_huge_valf();
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kWarpgroupThreads = 128;  // four warps, which issue a wgmma together
 
 template <typename T>
 constexpr __host__ __device__ T ceil_div(T a, T b) {

@@ -78,7 +78,7 @@ public:
         constexpr int kAlign = KeyListsView::kAlign;
         return static_cast<int>((kAlign - at_ % kAlign) % kAlign);
     }
-    // Appends the keys of all lanes of a warp.
+    // Pads the list with -1 to a multiple of kAlign. A warp calls.
     template <typename... Rows>
     __device__ void pad_by_warp(Rows... zeros) {
         for (int i = lane_id(), end = padding(); i < end; i += 32) put(at_ + i, -1, zeros...);

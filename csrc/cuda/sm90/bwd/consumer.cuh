@@ -190,11 +190,13 @@ private:
         release_bias(state_.previous_stage());
     }
 
-    static __device__ bool is_warpgroup_leader() { return threadIdx.x % 128 == 0; }
+    static __device__ bool is_warpgroup_leader() { return threadIdx.x % kWarpgroupThreads == 0; }
     static __device__ __forceinline__ void sync_consumers() {
-        named_barrier_sync(kConsumersBarrier, Traits::kConsumerWarpgroups * 128);
+        named_barrier_sync(kConsumersBarrier, Traits::kConsumerWarpgroups * kWarpgroupThreads);
     }
-    __device__ __forceinline__ void sync_warpgroup() const { named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128); }
+    __device__ __forceinline__ void sync_warpgroup() const {
+        named_barrier_sync(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+    }
     __device__ RowsTile& query() const { return smem_.query[state_.stage()]; }
     __device__ RowsTile& dout() const { return smem_.dout[state_.stage()]; }
 
@@ -205,7 +207,7 @@ private:
                 RelativeBiasGradient(p_, smem_.sequence, head).add_ends(relative_bias_ends());
     }
 
-    __device__ auto& relative_bias_ends() const { return smem_.relative_bias_ends[threadIdx.x - 128]; }
+    __device__ auto& relative_bias_ends() const { return smem_.relative_bias_ends[threadIdx.x - kWarpgroupThreads]; }
     // Adds dS, in float32, to the gradient of the relative bias: the sums over its diagonals, which overwrite it.
     // Overlaps the GEMM of dV.
     __device__ __forceinline__ void add_drelative_bias(ScoresFragment& ds) {
@@ -243,13 +245,16 @@ private:
         for (int w = 0; w < Traits::kWords; ++w) any |= smem_.visible_keys[w] != ~0u;
         if (!any) return;
         constexpr int kCount = kKeys / Traits::kConsumerWarpgroups;
-        zero_rows<kCount, 128>(smem_.key, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
-        zero_rows<kCount, 128>(smem_.value, warpgroup_ * kCount, threadIdx.x % 128, is_invisible);
+        zero_rows<kCount, kWarpgroupThreads>(smem_.key, warpgroup_ * kCount, threadIdx.x % kWarpgroupThreads,
+                                             is_invisible);
+        zero_rows<kCount, kWarpgroupThreads>(smem_.value, warpgroup_ * kCount, threadIdx.x % kWarpgroupThreads,
+                                             is_invisible);
         sync_consumers();
     }
     // Rows that see no key may hold NaN. Both warpgroups write the same zeros.
     __device__ __forceinline__ void zero_empty_rows(RowsTile& rows) const {
-        zero_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return m_block_info().lse[r] == kInfinity; });
+        zero_rows<kRows, kWarpgroupThreads>(rows, 0, threadIdx.x % kWarpgroupThreads,
+                                            [&](int r) { return m_block_info().lse[r] == kInfinity; });
         sync_warpgroup();
     }
 

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x < Traits::kConsumerWarpgroups) smem.held_dq_semaphore[threadIdx.x] = nullptr;
     __syncthreads();
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<kBwdProducerRegisters>();
         BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
     } else {
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
 // m_block. clears: zeroes the tiles for the next launch.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
+__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {
     if (is_inactive(p)) return;
     using T = typename Traits::T;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * 128)
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows);
     const int m_block = blockIdx.x % num_m_blocks;
     const auto [head, batch] = HeadAndBatch(p, first_head + blockIdx.x / num_m_blocks, static_cast<int>(p.heads));
-    const MmaAtomLayout<Traits> layout(threadIdx.x / 128);
+    const MmaAtomLayout<Traits> layout(threadIdx.x / kWarpgroupThreads);
     const Sequence s(p, batch);
     if (m_block * kRows >= s.rows) return;
     float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +

@@ -35,7 +35,7 @@ struct BwdMmaTraits {
     using T = T_;
     static constexpr int kHeadDim = kHeadDim_, kRows = kRows_, kKeys = kKeys_;
     static constexpr int kConsumerWarpgroups = kBwdConsumerWarpgroups;
-    static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
+    static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     static constexpr int kStages = 2;  // of Q, dO, and a dense bias or dS
     static constexpr bool kSharesKeys = kKeys == 64;
     static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;

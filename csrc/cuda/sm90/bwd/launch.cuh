@@ -46,8 +46,8 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
                                                                                                    range);
         FLASH_CUDA_CHECK(cudaGetLastError());
         convert_dquery_kernel<Traits>
-            <<<grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * 128, 0, stream>>>(
-                args, static_cast<int>(first * heads_per_kv), launch + 1 < p.num_launches);
+            <<<grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads, 0,
+               stream>>>(args, static_cast<int>(first * heads_per_kv), launch + 1 < p.num_launches);
         FLASH_CUDA_CHECK(cudaGetLastError());
     }
 }

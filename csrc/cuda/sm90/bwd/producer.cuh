@@ -46,7 +46,7 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
-        is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, 128) : 1;
+        is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, kWarpgroupThreads) : 1;
     static constexpr int kRowDataThreads = SharedStorage::kRowDataThreads;
     // Threads that issue TMA loads. kBiasThread also waits for dS and for other CTAs, which delays its warp: with 64
     // rows this warp has neither row data nor other loads, so that with a dense bias one thread loads both Q and dO.
@@ -184,7 +184,7 @@ private:
                 segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
 #pragma unroll
                 for (int i = 0; i < kRelativeEntries; ++i)
-                    if (const int at = threadIdx.x + i * 128; at < relative_entries_)
+                    if (const int at = threadIdx.x + i * kWarpgroupThreads; at < relative_entries_)
                         segment.store(at, relative_bias[i]);
             }
             const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
@@ -212,7 +212,7 @@ private:
         dout_pipeline_.advance();
         bias_pipeline_.advance();
     }
-    // The entries threadIdx.x + i * 128 of the m_block's segment, in the order of rows.
+    // The entries threadIdx.x + i * kWarpgroupThreads of the m_block's segment, in the order of rows.
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
                                                        int first_row) const {
         const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
@@ -222,8 +222,8 @@ private:
             bias.row_part(first_row) + bias.key_part(first_key() + kKeys - 1) + kStep * static_cast<int>(threadIdx.x);
 #pragma unroll
         for (int i = 0; i < kRelativeEntries; ++i)
-            if (i * 128 < relative_entries_)
-                entries[i] = bias[first + kStep * i * 128] * scale;
+            if (i * kWarpgroupThreads < relative_entries_)
+                entries[i] = bias[first + kStep * i * kWarpgroupThreads] * scale;
     }
     __device__ __forceinline__ void issue_tma_loads(int head, int m_block) {
         const Sequence& s = sequence();
@@ -272,13 +272,13 @@ private:
         for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
             if (!is_active) clear_dbias(head, m_block);
         });
-        named_barrier_sync(kProducerBarrier, 128);
+        named_barrier_sync(kProducerBarrier, kWarpgroupThreads);
     }
     __device__ void clear_dbias(int head, int m_block) const {
         const Sequence& s = sequence();
         T* to = static_cast<T*>(p_.dbias.data) + score_offset(p_.dbias, s, head, p_.heads) +
                 static_cast<int64_t>(m_block * kRows) * p_.dbias.row_stride + first_key();
-        for (int i = threadIdx.x; i < kRows * kKeys / 8; i += 128) {
+        for (int i = threadIdx.x; i < kRows * kKeys / 8; i += kWarpgroupThreads) {
             const int row = i / (kKeys / 8), key = i % (kKeys / 8) * 8;
             // TMA requires seqlen_k to be a multiple of 8.
             if (m_block * kRows + row < s.rows && first_key() + key < s.keys)

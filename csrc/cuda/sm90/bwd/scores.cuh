@@ -36,7 +36,7 @@ protected:
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
-          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / 128 - 1)), layout_(warpgroup_),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)), layout_(warpgroup_),
           warp_key_(AtomLayout::warp_key()) {
         if constexpr (is_relative(kBias))
             relative_bias_lane_ =

@@ -49,7 +49,7 @@ template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;
     // Threads of the producer that write MBlockInfo.
-    static constexpr int kRowDataThreads = kBias == BiasKind::kDense ? kRows : 128;
+    static constexpr int kRowDataThreads = kBias == BiasKind::kDense ? kRows : kWarpgroupThreads;
     // Whether S starts from the relative bias, divided by the softmax scale, or it is added after Q K^T, times log2(e).
     // With 128 rows no registers are left to read it ahead while P is computed.
     static constexpr bool kStartsFromBias = is_relative(kBias) && Traits::kScoreRows > 64;
@@ -94,7 +94,7 @@ struct BwdSharedStorage {
     alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Empty> dq;
     MBlockInfo m_blocks[Traits::kStages];
     // Each MMA thread's share of the gradient of the table's two ends; no registers are free for it.
-    std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * 128][2], Empty>
+    std::conditional_t<kBias == BiasKind::kRelative, float[Traits::kConsumerWarpgroups * kWarpgroupThreads][2], Empty>
         relative_bias_ends;
     uint32_t visible_keys[Traits::kWords];  // bit j % 32 of word j / 32: some row sees key j
     // Aligned, so that no load of 16 bytes also covers visible_keys, which another warp may write meanwhile.
@@ -110,7 +110,7 @@ struct BwdSharedStorage {
     // One thread calls.
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
-        mbarrier_init(smem_address(&keys_full), 128);
+        mbarrier_init(smem_address(&keys_full), kWarpgroupThreads);
         query_pipeline.init(kRowDataThreads + 1, kConsumerWarps);  // 1: the thread that loads Q
         dout_pipeline.init(1, kConsumerWarps);
         bias_pipeline.init(1, kConsumerWarps);

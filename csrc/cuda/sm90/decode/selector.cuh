@@ -340,7 +340,8 @@ private:
         is_divided_ = selected > 0 && skipped_ > 0;
     }
 
-    // Of the orders in `matches`, whose high halves equal threshold_'s, those above it (is_above) or equal to it.
+    // Returns the bits of `matches`, whose high halves equal threshold_'s, of orders above threshold_ (is_above) or equal
+    // to it.
     __device__ uint32_t refine(int at, uint32_t matches, bool is_above) const {
         if (!is_float_) return is_above ? 0 : matches;
         uint32_t refined = 0;

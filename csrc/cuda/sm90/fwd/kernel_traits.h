@@ -23,7 +23,7 @@ struct FwdKernelTraits {
     static constexpr int kKeyStages = kSizes.key_stages;
     static constexpr int kValueStages = kSizes.value_stages;
     static constexpr int kBiasStages = kSizes.bias_stages;
-    static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
+    static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     // Per thread. The consumers take what the producer releases of the registers that the CTA was launched with.
     static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 224 : 208;
     static constexpr int kProducerRegisters =

@@ -14,12 +14,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;  // query rows of an MMA warpgroup
 
 // Threads that produce K, V and their metadata. With a dense bias, the producer's last warp loads the bias instead.
 template <BiasKind kBias>
-constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : 128;
+constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : kWarpgroupThreads;
 
 struct FwdSoftmaxParams {
     float scale;

@@ -2,7 +2,8 @@
 //
 // The GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block.
 // OnlineSoftmax keeps a base while no exponential exceeds 2^kSlack (lazy rescaling). So exponentials are first computed
-// with the last base. If the sum of a row exceeds 2^kSlack, they are computed again with the row maximum.
+// with the last base. If a lane's part of the sums of its two rows exceeds 2^kSlack, they are computed again with the
+// row maxima.
 #pragma once
 
 #include "cuda/arch/fragment.cuh"

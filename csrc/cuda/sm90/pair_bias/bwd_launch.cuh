@@ -11,7 +11,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
-void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
+void launch_pair_bias_dq_dbias(const BwdArgs& p, cudaStream_t stream) {
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_q, kPairBiasRows), Traits::kAllNBlocks,
                                     p.dbias_splits);
 
@@ -23,8 +23,8 @@ void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
     maps.value = make_tensor_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, 64, 1});
     maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
-    using SharedStorage = PairBiasDquerySharedStorage<Traits>;
-    const auto kernel = pair_bias_dquery_kernel<Traits>;
+    using SharedStorage = PairBiasDqDbiasSharedStorage<Traits>;
+    const auto kernel = pair_bias_dq_dbias_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
@@ -35,7 +35,7 @@ void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename Traits>
-void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
+void launch_pair_bias_dkdv(const BwdArgs& p, cudaStream_t stream) {
     const PairBiasSchedule schedule(p, ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
                                     ceil_div<int64_t>(p.seqlen_q, kPairBiasRows));
 
@@ -46,8 +46,8 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
     maps.value = make_tensor_map(key_layout(p, p.value), {kPairBiasHeadDim, 1, Traits::kKeys, 1});
     maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, kPairBiasRows, 1, 1});
 
-    using SharedStorage = PairBiasDkeySharedStorage<Traits>;
-    const auto kernel = pair_bias_dkey_kernel<Traits>;
+    using SharedStorage = PairBiasDkdvSharedStorage<Traits>;
+    const auto kernel = pair_bias_dkdv_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(Traits::kMaxSeqlenQ / kPairBiasRows));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_blocks), stream>>>(
         p, schedule, maps);
@@ -55,11 +55,11 @@ void launch_pair_bias_dkey(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, typename Bias>
-void launch_pair_bias_dquery(const BwdArgs& p, cudaStream_t stream) {
+void launch_pair_bias_dq_dbias(const BwdArgs& p, cudaStream_t stream) {
     switch (ceil_div<int64_t>(p.seqlen_k, 128)) {
-        case 1: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 1>>(p, stream); break;
-        case 2: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 2>>(p, stream); break;
-        case 3: launch_pair_bias_dquery<PairBiasDqueryKernelTraits<T, Bias, 3>>(p, stream); break;
+        case 1: launch_pair_bias_dq_dbias<PairBiasDqDbiasKernelTraits<T, Bias, 1>>(p, stream); break;
+        case 2: launch_pair_bias_dq_dbias<PairBiasDqDbiasKernelTraits<T, Bias, 2>>(p, stream); break;
+        case 3: launch_pair_bias_dq_dbias<PairBiasDqDbiasKernelTraits<T, Bias, 3>>(p, stream); break;
     }
 }
 
@@ -68,17 +68,17 @@ void run_pair_bias_bwd(const BwdArgs& args, cudaStream_t stream) {
     static_assert(kHeadDim == kPairBiasHeadDim);
     const BwdArgs p = with_dense_bias(args);
     if (has_float32_bias(p)) {
-        using Shorter = PairBiasDkeyKernelTraits<T, float, 2, 256, 3, 2>;
-        using Longer = PairBiasDkeyKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>;
-        launch_pair_bias_dquery<T, float>(p, stream);
-        p.seqlen_q <= Shorter::kMaxSeqlenQ ? launch_pair_bias_dkey<Shorter>(p, stream)
-                                           : launch_pair_bias_dkey<Longer>(p, stream);
+        using Shorter = PairBiasDkdvKernelTraits<T, float, 2, 256, 3, 2>;
+        using Longer = PairBiasDkdvKernelTraits<T, float, 2, kPairBiasBwdMaxSeqlen, 2, 1>;
+        launch_pair_bias_dq_dbias<T, float>(p, stream);
+        p.seqlen_q <= Shorter::kMaxSeqlenQ ? launch_pair_bias_dkdv<Shorter>(p, stream)
+                                           : launch_pair_bias_dkdv<Longer>(p, stream);
     } else {
-        using More = PairBiasDkeyKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>;
-        using Fewer = PairBiasDkeyKernelTraits<T, T, 2, kPairBiasBwdMaxSeqlen, 3, 2>;
-        launch_pair_bias_dquery<T, T>(p, stream);
-        fewer_fit_better(p.seqlen_k, Fewer::kKeys, More::kKeys) ? launch_pair_bias_dkey<Fewer>(p, stream)
-                                                                : launch_pair_bias_dkey<More>(p, stream);
+        using More = PairBiasDkdvKernelTraits<T, T, 3, kPairBiasBwdMaxSeqlen, 3, 2>;
+        using Fewer = PairBiasDkdvKernelTraits<T, T, 2, kPairBiasBwdMaxSeqlen, 3, 2>;
+        launch_pair_bias_dq_dbias<T, T>(p, stream);
+        fewer_fit_better(p.seqlen_k, Fewer::kKeys, More::kKeys) ? launch_pair_bias_dkdv<Fewer>(p, stream)
+                                                                : launch_pair_bias_dkdv<More>(p, stream);
     }
 }
 

@@ -16,13 +16,13 @@ namespace flash_dmattn::cuda::sm90 {
 
 // kMaxSeqlenQ: rows whose biases fit in shared memory.
 template <typename T_, typename Bias, int kConsumerWarpgroups_, int kMaxSeqlenQ_, int kRowStages_, int kKeyStages_>
-struct PairBiasDkeyKernelTraits {
+struct PairBiasDkdvKernelTraits {
     using T = T_;
     using BiasBlock = PairBiasSmemBlock<T, Bias>;
     using BiasReader = PairBiasKeyReader<T, Bias>;
     static constexpr int kConsumerWarpgroups = kConsumerWarpgroups_, kKeys = kConsumerWarpgroups * 64,
                          kMaxSeqlenQ = kMaxSeqlenQ_, kRowStages = kRowStages_, kKeyStages = kKeyStages_;
-    static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
+    static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32,
                          kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
@@ -30,7 +30,7 @@ struct PairBiasDkeyKernelTraits {
 };
 
 template <typename Traits>
-struct PairBiasDkeySharedStorage {
+struct PairBiasDkdvSharedStorage {
     struct KeyMetadata {
         uint32_t active_m_blocks;                                // one bit each
         uint32_t visible_keys[Traits::kConsumerWarpgroups * 2];  // words
@@ -50,7 +50,7 @@ struct PairBiasDkeySharedStorage {
     alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
     static size_t bytes(int bias_blocks) {
-        return offsetof(PairBiasDkeySharedStorage, bias) +
+        return offsetof(PairBiasDkdvSharedStorage, bias) +
                Traits::kConsumerWarpgroups * bias_blocks * sizeof(typename Traits::BiasBlock);
     }
     // One thread calls.
@@ -65,11 +65,11 @@ struct PairBiasDkeySharedStorage {
 
 // The first warp issues TMA loads. The second zeros empty rows and writes the row stats.
 template <typename Traits>
-class PairBiasDkeyProducer {
+class PairBiasDkdvProducer {
 public:
-    using SharedStorage = PairBiasDkeySharedStorage<Traits>;
+    using SharedStorage = PairBiasDkdvSharedStorage<Traits>;
 
-    __device__ PairBiasDkeyProducer(const BwdArgs& p, const PairBiasSchedule& schedule,
+    __device__ PairBiasDkdvProducer(const BwdArgs& p, const PairBiasSchedule& schedule,
                                     const PairBiasBwdTensorMaps& maps, SharedStorage& smem,
                                     const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), maps_(maps), smem_(smem), work_tile_(work_tile), key_pipeline_(smem.key_pipeline),
@@ -152,15 +152,16 @@ private:
 
 // An MMA warpgroup: 64 keys.
 template <typename Traits>
-class PairBiasDkeyConsumer {
+class PairBiasDkdvConsumer {
 public:
-    using SharedStorage = PairBiasDkeySharedStorage<Traits>;
+    using SharedStorage = PairBiasDkdvSharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDkeyConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
+    __device__ PairBiasDkdvConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                     const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
-          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_key_(warp_id() % 4 * 16),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
+          warp_key_(warp_id() % 4 * 16),
           key_(work_tile.block * Traits::kKeys + warpgroup_ * 64 + warp_key_ + fragment_row()),
           dkey_rows_(first_row(p.dkey)), dvalue_rows_(first_row(p.dvalue)),
           bias_reader_(smem.bias[warpgroup_ * schedule.bias_blocks], warp_key_), key_pipeline_(smem.key_pipeline),
@@ -290,16 +291,16 @@ private:
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    pair_bias_dkey_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
+    pair_bias_dkdv_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
                           const __grid_constant__ PairBiasBwdTensorMaps maps) {
-    auto& smem = init_shared_storage<PairBiasDkeySharedStorage<Traits>>();
+    auto& smem = init_shared_storage<PairBiasDkdvSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        PairBiasDkeyProducer<Traits>(p, schedule, maps, smem, work_tile).run();
+        PairBiasDkdvProducer<Traits>(p, schedule, maps, smem, work_tile).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-        PairBiasDkeyConsumer<Traits>(p, schedule, smem, work_tile).run();
+        PairBiasDkdvConsumer<Traits>(p, schedule, smem, work_tile).run();
     }
 }
 

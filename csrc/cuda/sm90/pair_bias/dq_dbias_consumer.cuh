@@ -12,16 +12,17 @@
 namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
-class PairBiasDqueryConsumer {
+class PairBiasDqDbiasConsumer {
 public:
-    using SharedStorage = PairBiasDquerySharedStorage<Traits>;
+    using SharedStorage = PairBiasDqDbiasSharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDqueryConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
-                                      const PairBiasWorkTile& work_tile)
+    __device__ PairBiasDqDbiasConsumer(const BwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
+                                       const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
-          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / 128 - 1)), warp_row_(warp_id() % 4 * 16),
-          hides_keys_(pair_bias_hides_keys<64>(p)), row_(work_tile.block * kPairBiasRows + warp_row_ + fragment_row()),
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
+          warp_row_(warp_id() % 4 * 16), hides_keys_(pair_bias_hides_keys<64>(p)),
+          row_(work_tile.block * kPairBiasRows + warp_row_ + fragment_row()),
           dquery_rows_(static_cast<T*>(p.dquery.data) + work_tile.head * p.dquery.head_stride +
                        row_ * p.dquery.row_stride),
           row_pipeline_(smem.row_pipeline), key_pipeline_(smem.key_pipelines[warpgroup_]),
@@ -152,7 +153,7 @@ private:
 #pragma unroll
         for (int n = 0; n < kDimFragments; ++n) {
             const float* x = dquery_[0][n];
-            smem_.dquery[owner][warpgroup_][n][threadIdx.x % 128] = {x[0], x[1], x[2], x[3]};
+            smem_.dquery[owner][warpgroup_][n][threadIdx.x % kWarpgroupThreads] = {x[0], x[1], x[2], x[3]};
         }
         if (warpgroup_ != owner) named_barrier_arrive(kDqueryPartialWG1 + owner, 256);
     }
@@ -163,8 +164,8 @@ private:
         Accumulator sum;
 #pragma unroll
         for (int n = 0; n < kDimFragments; ++n) {
-            const float4 x = smem_.dquery[owner][0][n][threadIdx.x % 128];
-            const float4 y = smem_.dquery[owner][1][n][threadIdx.x % 128];
+            const float4 x = smem_.dquery[owner][0][n][threadIdx.x % kWarpgroupThreads];
+            const float4 y = smem_.dquery[owner][1][n][threadIdx.x % kWarpgroupThreads];
             sum[0][n][0] = x.x + y.x, sum[0][n][1] = x.y + y.y, sum[0][n][2] = x.z + y.z, sum[0][n][3] = x.w + y.w;
         }
 #pragma unroll
@@ -184,8 +185,9 @@ private:
 #pragma unroll
             for (int n = 0; n < kScoreFragments; ++n) {
                 const float* x = dbias_[i][n];
-                reinterpret_cast<float4*>(to)[(i * kScoreFragments + n) * 128 + threadIdx.x % 128] = {x[0], x[1], x[2],
-                                                                                                      x[3]};
+                reinterpret_cast<float4*>(
+                    to)[(i * kScoreFragments + n) * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads] = {x[0], x[1],
+                                                                                                            x[2], x[3]};
             }
     }
 

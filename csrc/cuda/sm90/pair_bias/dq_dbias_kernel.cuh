@@ -9,16 +9,16 @@ namespace flash_dmattn::cuda::sm90 {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    pair_bias_dquery_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
-                            const __grid_constant__ PairBiasBwdTensorMaps maps) {
-    auto& smem = init_shared_storage<PairBiasDquerySharedStorage<Traits>>();
+    pair_bias_dq_dbias_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
+                              const __grid_constant__ PairBiasBwdTensorMaps maps) {
+    auto& smem = init_shared_storage<PairBiasDqDbiasSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        PairBiasDqueryProducer<Traits>(p, maps, smem, work_tile).run();
+        PairBiasDqDbiasProducer<Traits>(p, maps, smem, work_tile).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-        PairBiasDqueryConsumer<Traits>(p, schedule, smem, work_tile).run();
+        PairBiasDqDbiasConsumer<Traits>(p, schedule, smem, work_tile).run();
     }
 }
 

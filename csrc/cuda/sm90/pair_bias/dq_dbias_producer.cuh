@@ -11,21 +11,21 @@ namespace flash_dmattn::cuda::sm90 {
 
 // kNBlocks: n_blocks of 64 keys of an MMA warpgroup.
 template <typename T_, typename Bias_, int kNBlocks_>
-struct PairBiasDqueryKernelTraits {
+struct PairBiasDqDbiasKernelTraits {
     using T = T_;
     using Bias = Bias_;
     using BiasBlock = PairBiasSmemBlock<T, Bias>;
     using BiasReader = PairBiasRowReader<T, Bias>;
     static constexpr int kConsumerWarpgroups = 2, kNBlocks = kNBlocks_, kAllNBlocks = kConsumerWarpgroups * kNBlocks;
     static constexpr int kRowStages = 2, kKeyStages = sizeof(Bias) == 4 ? 4 : 6;
-    static constexpr int kThreads = (1 + kConsumerWarpgroups) * 128;
+    static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
     using KeysTile = SmemTile<T, 64, kPairBiasHeadDim>;
 };
 
 template <typename Traits>
-struct PairBiasDquerySharedStorage {
+struct PairBiasDqDbiasSharedStorage {
     // A stage is the m_block of one batch element.
     struct Rows {
         typename Traits::RowsTile query, out, dout;
@@ -42,7 +42,7 @@ struct PairBiasDquerySharedStorage {
     alignas(kSmemTileAlign) Keys keys[Traits::kConsumerWarpgroups][Traits::kKeyStages];
     alignas(kSmemTileAlign) typename Traits::BiasBlock bias[Traits::kAllNBlocks];
     // Partial dQ of each warpgroup, of the last two batch elements: [batch % 2][warpgroup][fragment][thread].
-    float4 dquery[2][Traits::kConsumerWarpgroups][kPairBiasHeadDim / 8][128];
+    float4 dquery[2][Traits::kConsumerWarpgroups][kPairBiasHeadDim / 8][kWarpgroupThreads];
     RowMetadata row_metadata[Traits::kRowStages];
     PairBiasKeyFactors<64> factors[Traits::kConsumerWarpgroups][Traits::kKeyStages];  // of n_blocks that are not full
     PipelineBarriers<Traits::kRowStages> row_pipeline;
@@ -65,7 +65,7 @@ struct PairBiasDquerySharedStorage {
 };
 
 // The MMA warpgroups' barriers for dQ; each entry starts one barrier per warpgroup.
-enum PairBiasDqueryNamedBarriers : int {
+enum PairBiasDqDbiasNamedBarriers : int {
     kDqueryPartialWG1 = 1,  // the other warpgroup has written its partial dQ
 };
 
@@ -79,13 +79,13 @@ __device__ __forceinline__ float* pair_bias_dbias_part(const BwdArgs& p, int64_t
 // The first warp issues TMA loads. The second zeros empty rows and computes the row stats. The others zero hidden keys,
 // each of one MMA warpgroup.
 template <typename Traits>
-class PairBiasDqueryProducer {
+class PairBiasDqDbiasProducer {
 public:
-    using SharedStorage = PairBiasDquerySharedStorage<Traits>;
+    using SharedStorage = PairBiasDqDbiasSharedStorage<Traits>;
     using T = typename Traits::T;
 
-    __device__ PairBiasDqueryProducer(const BwdArgs& p, const PairBiasBwdTensorMaps& maps, SharedStorage& smem,
-                                      const PairBiasWorkTile& work_tile)
+    __device__ PairBiasDqDbiasProducer(const BwdArgs& p, const PairBiasBwdTensorMaps& maps, SharedStorage& smem,
+                                       const PairBiasWorkTile& work_tile)
         : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile) {}
 
     __device__ void run() {

@@ -23,7 +23,7 @@ public:
     __device__ PairBiasFwdConsumer(const FwdArgs& p, const PairBiasSchedule& schedule, SharedStorage& smem,
                                    const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
-          warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), warp_row_(warp_id() % 4 * 16),
+          warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1), warp_row_(warp_id() % 4 * 16),
           hides_keys_(pair_bias_hides_keys<Traits::kKeys>(p)),
           row_(work_tile.block * Traits::kRows + warpgroup_ * 64 + warp_row_ + fragment_row()),
           out_rows_(static_cast<T*>(p.out.data) + work_tile.batch_begin * p.out.batch_stride +

@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                          const __grid_constant__ PairBiasFwdTensorMaps maps) {
     auto& smem = init_shared_storage<PairBiasFwdSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         PairBiasFwdProducer<Traits>(p, schedule, maps, smem, work_tile).run();
     } else {

@@ -25,7 +25,7 @@ struct PairBiasFwdKernelTraits {
     static constexpr PairBiasFwdTileSizes kSizes = kPairBiasFwdTiles[kWhich];
     static constexpr int kConsumerWarpgroups = kSizes.warpgroups, kRows = kConsumerWarpgroups * 64, kKeys = kSizes.keys,
                          kStages = kSizes.stages;
-    static constexpr int kWords = kKeys / 32, kThreads = (1 + kConsumerWarpgroups) * 128;
+    static constexpr int kWords = kKeys / 32, kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32,
                          kConsumerRegisters = kConsumerWarpgroups == 2 ? 224 : 160;
     using QueryTile = SmemTile<T, kRows, kPairBiasHeadDim>;

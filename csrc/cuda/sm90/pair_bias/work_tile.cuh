@@ -100,7 +100,7 @@ __device__ __forceinline__ void zero_row(Tile& tile, int row) {
         *reinterpret_cast<uint4*>(tile.data + Tile::offset(row, chunk)) = {};
 }
 
-// A warp has written what the barrier's phase waits for, also for the GEMMs, which read by the async proxy.
+// Arrives at the barrier for a warp, after a proxy fence: GEMMs may read what the warp has written.
 __device__ __forceinline__ void fence_and_arrive(uint64_t& barrier) {
     fence_proxy_async();
     __syncwarp();

@@ -22,10 +22,10 @@ public:
     using SharedStorage = GroupedSparseBwdSharedStorage<Traits>;
 
     __device__ GroupedSparseBwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem)
-        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1), layout_(warpgroup_),
-          warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline),
-          query_pipeline_(smem.query_pipeline), dout_pipeline_(smem.dout_pipeline),
-          scores_pipeline_(smem.scores_pipeline) {
+        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1),
+          layout_(warpgroup_), warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline),
+          value_pipeline_(smem.value_pipeline), query_pipeline_(smem.query_pipeline),
+          dout_pipeline_(smem.dout_pipeline), scores_pipeline_(smem.scores_pipeline) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
         slot_ = work_tile.group_index % static_cast<int>(p.dquery_slots);
         num_steps_ = work_tile.num_steps<kRows>();
@@ -56,7 +56,7 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
-    static constexpr int kThreads = Traits::kConsumerWarpgroups * 128;
+    static constexpr int kThreads = Traits::kConsumerWarpgroups * kWarpgroupThreads;
     static constexpr int kScoreRows = Traits::kScoreRows, kDqFragments = Traits::kDqCols / 8;
     static constexpr int kStepSize = kRows * kHeadDim / 4;  // of dQ, in float4
     // Between a thread's float4: TMA adds a warp's contiguous memory, threads that of a warpgroup.
@@ -167,8 +167,9 @@ private:
 
     // Rows that see no key may hold NaN, and 0 * NaN would enter a sum. Both warpgroups write the same zeros.
     __device__ __forceinline__ void zero_empty_rows(RowsTile& rows) const {
-        zero_rows<kRows, 128>(rows, 0, threadIdx.x % 128, [&](int r) { return row_info().lse[r] == kInfinity; });
-        named_barrier_sync(kWarpgroupBarrier + warpgroup_, 128);
+        zero_rows<kRows, kWarpgroupThreads>(rows, 0, threadIdx.x % kWarpgroupThreads,
+                                            [&](int r) { return row_info().lse[r] == kInfinity; });
+        named_barrier_sync(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
     }
 
     // stmatrix transposes to rows x keys.
@@ -227,7 +228,7 @@ private:
     __device__ __forceinline__ void finish_split() const {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const int num_splits = static_cast<int>(p_.list_splits);
-        const bool is_leader = threadIdx.x == 128;
+        const bool is_leader = threadIdx.x == kWarpgroupThreads;
         __threadfence();
         named_barrier_sync(kConsumersBarrier, kThreads);
         if (is_leader) smem_.is_last_split = atomicAdd(finished_splits(p_, slot_), 1) % num_splits == num_splits - 1;

@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         while (load_acquire(slot_epoch(p, work_tile.group_index % slots)) < work_tile.group_index / slots) {}
     }
     __syncthreads();
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         GroupedSparseBwdProducer<Traits, kBias>(p, maps, smem).run();
     } else {

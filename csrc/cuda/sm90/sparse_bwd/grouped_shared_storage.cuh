@@ -100,9 +100,9 @@ struct GroupedSparseBwdSharedStorage {
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
         // Each producer thread arrives twice: for its key's data, and when its copies are complete.
-        key_pipeline.init(2 * 128, kConsumerWarps);
-        value_pipeline.init(128, kConsumerWarps);
-        query_pipeline.init(128, kConsumerWarps);
+        key_pipeline.init(2 * kWarpgroupThreads, kConsumerWarps);
+        value_pipeline.init(kWarpgroupThreads, kConsumerWarps);
+        query_pipeline.init(kWarpgroupThreads, kConsumerWarps);
         dout_pipeline.init(1, kConsumerWarps);
         if (Traits::kSharesKeys) scores_pipeline.init(1, kConsumerWarps);
     }

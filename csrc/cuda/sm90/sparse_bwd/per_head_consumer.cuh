@@ -21,7 +21,7 @@ public:
     using SharedStorage = PerHeadSparseBwdSharedStorage<Traits>;
 
     __device__ PerHeadSparseBwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem)
-        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / 128 - 1),
+        : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1),
           warp_key_((warp_id() - 4) * 16), key_pipeline_(smem.key_pipeline), value_pipeline_(smem.value_pipeline) {}
 
     __device__ __forceinline__ void run() {
@@ -38,7 +38,7 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kHeadDim = Traits::kHeadDim;
-    static constexpr int kThreads = Traits::kConsumerWarpgroups * 128;
+    static constexpr int kThreads = Traits::kConsumerWarpgroups * kWarpgroupThreads;
     static constexpr int kHalf = kRows / 2;
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
@@ -106,8 +106,8 @@ private:
     __device__ __forceinline__ void zero_empty_rows() const {
         if (!any_of(smem_.has_empty_rows)) return;
         const auto is_empty = [&](int r) { return smem_.lse[r] == kInfinity; };
-        zero_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
-        zero_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - 128, is_empty);
+        zero_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - kWarpgroupThreads, is_empty);
+        zero_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - kWarpgroupThreads, is_empty);
         named_barrier_sync(kConsumersBarrier, kThreads);
     }
 

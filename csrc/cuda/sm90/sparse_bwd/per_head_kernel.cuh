@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     __syncthreads();
     if (smem.work_tile().empty()) return;
-    if (threadIdx.x < 128) {
+    if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         PerHeadSparseBwdProducer<Traits, kBias>(p, maps, smem).run();
     } else {

@@ -60,10 +60,10 @@ struct PerHeadSparseBwdSharedStorage {
     // One thread calls.
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
-        mbarrier_init(smem_address(&rows_full), 128);
+        mbarrier_init(smem_address(&rows_full), kWarpgroupThreads);
         // Each producer thread arrives twice: for its key's data, and when its copies are complete.
-        key_pipeline.init(2 * 128, kConsumerWarps);
-        value_pipeline.init(128, kConsumerWarps);
+        key_pipeline.init(2 * kWarpgroupThreads, kConsumerWarps);
+        value_pipeline.init(kWarpgroupThreads, kConsumerWarps);
     }
 };
 

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(tile_count_semaphore(p), 1));
         smem.work_tile() = work_tile;
         int num_n_blocks = 0;
-        if (!work_tile.empty()) {
+        if (!work_tile.is_empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
             num_n_blocks = list.template count_n_blocks<Traits::kKeys>(p, work_tile.s, work_tile.end_row);

@@ -37,7 +37,7 @@ struct GroupedSparseBwdWorkTile {
         s = Sequence(p, index.rest);
         end_row = min(first_row + m_block_rows, s.rows);
     }
-    __device__ bool empty() const { return first_row >= s.rows; }
+    __device__ bool is_empty() const { return first_row >= s.rows; }
 
     // The mainloop's steps for each n_block: kRows rows of one head each, head after head.
     template <int kRows>

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (threadIdx.x == 0) {
         const PerHeadSparseBwdWorkTile work_tile(p, blockIdx.x, Traits::kRows);
         smem.work_tile() = work_tile;
-        if (!work_tile.empty()) {
+        if (!work_tile.is_empty()) {
             const KeyList list(p, work_tile.s, work_tile.head, work_tile.first_row);
             smem.list() = list;
             smem.num_n_blocks = list.template count_n_blocks<Traits::kKeys>(
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         smem.init_pipelines();
     }
     __syncthreads();
-    if (smem.work_tile().empty()) return;
+    if (smem.work_tile().is_empty()) return;
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         PerHeadSparseBwdProducer<Traits, kBias>(p, maps, smem).run();

@@ -29,7 +29,7 @@ struct PerHeadSparseBwdWorkTile {
         head += index.pop(kv_heads) * qheads_per_kv;
         s = Sequence(p, static_cast<int>(index.rest));
     }
-    __device__ bool empty() const { return first_row >= s.rows; }
+    __device__ bool is_empty() const { return first_row >= s.rows; }
 };
 
 template <typename Traits>

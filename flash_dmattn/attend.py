@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from . import checks, fallbacks, ops
 from .arguments import is_host_readable, require_tensor
 from .backends import cpu, cuda, meta, reference
-from .biases import is_masked
+from .biases import cast_bias, is_masked
 from .broadcast import expand_shared, scores_of_sequence
 from .call import Call, Varlen
 from .masks import Mask, Problem, as_mask, choice, selection
@@ -22,7 +22,6 @@ from .ops.list_sizes import is_per_key
 from .ops.schema import MaskTensors
 from .sinks import apply_sinks, scale_of
 
-HALF = (torch.float16, torch.bfloat16)
 COMPILED = {"cpu": cpu, "cuda": cuda, "meta": meta}
 
 
@@ -153,10 +152,7 @@ def clamped_to_totals(query: Tensor, key: Tensor, mask: Mask | None, bias: Tenso
 
 def accumulated(relative_bias: Tensor, query: Tensor) -> Tensor:
     """A relative bias in the type in which the kernels compute, with -inf for what masks in its own dtype."""
-    dtype = accumulation_dtype(query.dtype)
-    if relative_bias.dtype == dtype:
-        return relative_bias
-    return relative_bias.to(dtype).masked_fill(is_masked(relative_bias), -torch.inf)
+    return cast_bias(relative_bias, accumulation_dtype(query.dtype))
 
 
 def autocast_is_on(device: torch.device) -> bool:
@@ -173,21 +169,27 @@ def autocast(call: Call, *, keeps_float32: bool = False) -> None:
     if not autocast_is_on(call.query.device):
         return
     for name in ("query", "key", "value"):
-        require_tensor(name, getattr(call, name))
-        setattr(call, name, autocast_tensor(getattr(call, name)))
+        tensor = getattr(call, name)
+        require_tensor(name, tensor)
+        setattr(call, name, tensor.to(autocast_dtype(tensor)))
     bias = call.attn_bias
     if isinstance(bias, Tensor) and not (bias.dtype == torch.float32 and (keeps_float32 or is_per_key(bias.shape))):
-        call.attn_bias = autocast_tensor(bias)
-    for name in ("relative_bias", "sinks"):
-        if getattr(getattr(call, name), "dtype", None) in HALF:
-            setattr(call, name, autocast_tensor(getattr(call, name)))
+        call.attn_bias = cast_bias(bias, autocast_dtype(bias))
+    if is_half(call.relative_bias):
+        call.relative_bias = cast_bias(call.relative_bias, autocast_dtype(call.relative_bias))
+    if is_half(call.sinks):
+        call.sinks = call.sinks.to(autocast_dtype(call.sinks))
 
 
-def autocast_tensor(tensor: Tensor) -> Tensor:
-    """A tensor in the dtype of torch.autocast, if autocast is on and the tensor is floating but not float64."""
+def autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype that torch.autocast gives a tensor: its own without autocast, or if it is float64 or not floating."""
     if not autocast_is_on(tensor.device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+        return tensor.dtype
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+def is_half(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def apply_scale_tensor(call: Call) -> None:
@@ -251,7 +253,7 @@ def unseen_keys(masked_rows: Tensor, kv_heads: int) -> Tensor:
     masked_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
     """
     unseen = masked_rows.all(dim=2, keepdim=True)
-    if unseen.shape[1] != 1:
+    if unseen.shape[1] > 1:
         unseen = reduce(unseen, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
     return unseen.transpose(1, 2)
 

@@ -11,6 +11,15 @@ def least(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min
 
 
+def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias in another dtype: what masks in its own dtype is -inf there."""
+    if bias.dtype == dtype:
+        return bias
+    cast = bias.to(dtype)
+    # Where the dtype's range is smaller, the rounding gives -inf.
+    return cast if least(bias.dtype) < least(dtype) else cast.masked_fill(is_masked(bias), -torch.inf)
+
+
 def is_masked(bias: Tensor) -> Tensor:
     """bool: whether a bias is -inf or its dtype's most negative finite value. NaN does not mask; it propagates."""
     return bias <= least(bias.dtype)

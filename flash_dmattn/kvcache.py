@@ -17,7 +17,8 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
-from .attend import HALF, accumulated, autocast_is_on, kernels_for
+from .attend import accumulated, autocast_is_on, is_half, kernels_for
+from .biases import cast_bias
 from .ops.conventions import accumulation_dtype, default_scale
 from .sinks import check_sinks
 
@@ -116,10 +117,9 @@ def flash_dmattn_with_kvcache(
     check_query(query, cu_seqlens_q)
     if autocast_is_on(query.device):  # the cache cannot be copied
         query, key, value = (x if x is None else x.to(k_cache.dtype) for x in (query, key, value))
-        bias = bias if bias is None or bias_cache is None else bias.to(bias_cache.dtype)
-        relative_bias, sinks = (
-            x if x is None or x.dtype not in HALF else x.to(k_cache.dtype) for x in (relative_bias, sinks)
-        )
+        bias = bias if bias is None or bias_cache is None else cast_bias(bias, bias_cache.dtype)
+        relative_bias = cast_bias(relative_bias, k_cache.dtype) if is_half(relative_bias) else relative_bias
+        sinks = sinks.to(k_cache.dtype) if is_half(sinks) else sinks
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
     checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity, left, right)")
     if window_size is not None:

@@ -183,7 +183,7 @@ class KeyIntervalMask(Container, Mask):
         """
         if self.is_varlen:
             raise ValueError(f"a mask {VARLEN} has no batch elements; take sequence(first, last) of it")
-        if isinstance(index, numbers.Integral):
+        if isinstance(index, numbers.Integral) and not isinstance(index, bool):
             index = batch_slice(index, self.shape[0])
         accepted = "an int, a slice, or an int64 or bool tensor (n)"
         is_tensor = isinstance(index, Tensor)
@@ -238,10 +238,12 @@ class KeyIntervalMask(Container, Mask):
         """The keys first .. last - 1 of a mask of variable length, one sequence, as a mask (1, {H|Hkv|1}, Sk).
 
         Raises:
-            ValueError: a mask of fixed length.
+            ValueError: a mask of fixed length; keys that are not in order or not of the mask.
         """
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
+        if not 0 <= first <= last <= self.shape[0]:
+            raise ValueError(f"first and last must be in order, from 0 to {self.shape[0]} keys, got {first} and {last}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
 
     def copy(self) -> KeyIntervalMask:
@@ -367,6 +369,7 @@ class KeyIntervalMask(Container, Mask):
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
             seqlen_k = require_length("seqlen_k", seqlen_k)
+            real = real.long()  # unsigned integers have no comparison
             if is_host_readable(real) and ((real < 0) | (real > seqlen_k)).any():
                 raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
             real = torch.arange(seqlen_k, device=real.device) < real[:, None]

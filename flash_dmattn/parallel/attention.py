@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..attend import add_row_bias, autocast_tensor, kernel_rows, split_row_bias, without_padding
+from ..attend import add_row_bias, autocast_dtype, kernel_rows, split_row_bias, without_padding
+from ..biases import cast_bias
 from ..broadcast import expand_shared
 from ..interface import flash_dmattn_func
 from ..masks import KeyIntervalMask
@@ -132,7 +133,7 @@ def context_parallel_attention(
     if mask_kind == "intervals":  # sums and differences of bounds stay within 32 bits
         call.attn_mask = call.attn_mask._of_same_kind(call.attn_mask.intervals.clamp(0, sum(lengths)))
     if bias_kind == "dense" or (bias_kind == "row" and call.attn_bias.shape[2] == signature.rows):
-        call.attn_bias = autocast_tensor(call.attn_bias)
+        call.attn_bias = cast_bias(call.attn_bias, autocast_dtype(call.attn_bias))
     out, lse = attend(call, Shards(weakref.ref(group), lengths), mask_kind, bias_kind)
     if call.sinks is not None:
         out = apply_sinks(out, lse, call.sinks)

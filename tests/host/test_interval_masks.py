@@ -110,6 +110,7 @@ def test_padding():
     real = torch.arange(5) < lengths[:, None]
     for mask in (
         KeyIntervalMask.padding(lengths, 5),
+        KeyIntervalMask.padding(lengths.to(torch.uint32), 5),
         KeyIntervalMask.padding(real),
         KeyIntervalMask.padding(real.int() * 3, 5),
     ):
@@ -206,6 +207,7 @@ ERRORS = {
         TypeError,
         r"an int, a slice, or an int64 or bool tensor \(n\), got a float32 tensor",
     ),
+    "index by a bool": (lambda: MASK[True], TypeError, r"an int, a slice, or an int64 or bool tensor \(n\), got bool"),
     "index of 0 dimensions": (
         lambda: MASK[torch.tensor(1)],
         IndexError,
@@ -216,6 +218,11 @@ ERRORS = {
         lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).to_dense(),
         ValueError,
         r"take sequence\(first, last\)",
+    ),
+    "sequence beyond the keys": (
+        lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).sequence(0, 99),
+        ValueError,
+        r"first and last must be in order, from 0 to \d+ keys, got 0 and 99",
     ),
     "sequence": (lambda: MASK.sequence(0, 1), ValueError, r"has sequences, got \(2, 3, 4\)"),
     "rows": (lambda: MASK.to_dense(-1), ValueError, "seqlen_q must not be negative, got -1"),

@@ -94,6 +94,21 @@ def test_autocast():
     assert ours.dtype == torch.bfloat16 and torch.equal(ours, expected)
 
 
+def test_autocast_keeps_what_a_bias_masks():
+    """finfo.min of bfloat16 is no minimum of the float32 cache."""
+    rows, cache = torch.randn(1, 3, 2, 8), torch.zeros(1, 16, 2, 8)
+    least = torch.finfo(torch.bfloat16).min
+    biases = {"bias_cache": torch.zeros(1, 16, 2), "bias": torch.full((1, 3, 2), least, dtype=torch.bfloat16)}
+    relative = {"relative_bias": torch.full((1, 1, 3), least, dtype=torch.bfloat16)}
+    for given in (biases, relative):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = flash_dmattn_with_kvcache(
+                *(rows, cache.clone(), cache.clone(), rows, rows), cache_seqlens=0, return_lse=True, **given
+            )
+        assert not out.any() and (lse == -torch.inf).all()
+    assert (biases["bias_cache"][:, :3] == -torch.inf).all()
+
+
 def test_autocast_of_a_relative_bias_and_sinks():
     """Those of 16 bits are cast to the cache's dtype."""
     sequences = make_sequences(BATCHES["decoding"], dtype=torch.bfloat16)

@@ -234,6 +234,20 @@ def test_autocast_casts_16_bits(name):
     assert torch.equal(out, flash_dmattn_func(*rows, **{name: given.bfloat16()}))
 
 
+BIASES = {"key": (1, 1, 1, 9), "dense": (1, 2, 9, 9), "row": (1, 2, 9, 1), "relative_bias": (1, 2, 17)}
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_autocast_keeps_what_a_bias_masks(kind):
+    """finfo.min of float16 is no minimum of bfloat16."""
+    query, key, value = inputs(1, 9, 9, 2, 2, 8, dtype=torch.float16)
+    bias = torch.full(BIASES[kind], torch.finfo(torch.float16).min, dtype=torch.float16)
+    given = {"relative_bias" if kind == "relative_bias" else "attn_bias": bias}
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = flash_dmattn_func(query, key, value, return_lse=True, **given)
+    assert not out.any() and (lse == -torch.inf).all()
+
+
 def test_autocast_leaves_the_table():
     query, key, value = inputs(1, 9, 9, 2, 2, 8)
     bias = torch.randn(1, 2, 9, requires_grad=True)

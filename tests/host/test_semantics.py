@@ -300,3 +300,9 @@ def test_the_backward_over_some_of_the_keys_of_lse(by_lists):
     dquery, dkey, dvalue = parts[0][0] + parts[1][0], *(torch.cat([a, b], 1) for a, b in zip(*(p[1:3] for p in parts)))
     for ours, expected in zip((dquery, dkey, dvalue), exact):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [5, 1])
+def test_no_heads_with_a_bias_that_is_constant_along_the_keys(rows):
+    query = torch.randn(2, 5, 0, 8)
+    assert flash_dmattn_func(query, query, query, attn_bias=torch.zeros(1, 0, rows, 1)).shape == query.shape

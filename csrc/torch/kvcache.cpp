@@ -68,7 +68,7 @@ void check_caches(const KvCacheInputs& in) {
 }
 
 // Whether two tensors of one layout, `distance` elements apart, share an element: whether the distance is a sum of
-// strides, each times a difference of two indices. False where elements of one tensor share memory.
+// strides, each times a difference of two indices. False for layouts in which elements of one tensor share memory.
 bool share_elements(int64_t distance, std::vector<std::pair<int64_t, int64_t>> strides_and_sizes) {
     if (strides_and_sizes.empty()) return distance == 0;
     const auto largest = std::max_element(strides_and_sizes.begin(), strides_and_sizes.end());
@@ -86,7 +86,7 @@ bool share_elements(int64_t distance, std::vector<std::pair<int64_t, int64_t>> s
 // Whether two caches of one layout share a key of the same number: in pages, of the same page, since only the block
 // table says which pages the sequences of each use. Views in different layouts are not compared.
 bool share_keys(const Tensor& a, const Tensor& b, bool has_pages) {
-    if (!a.is_alias_of(b) || a.scalar_type() != b.scalar_type()) return false;
+    if (a.numel() == 0 || !a.is_alias_of(b) || a.scalar_type() != b.scalar_type()) return false;
     if (a.sizes() != b.sizes() || a.strides() != b.strides()) return false;
     std::vector<std::pair<int64_t, int64_t>> strides_and_sizes;
     for (int64_t dim = has_pages ? 1 : 0; dim < a.dim(); ++dim)

@@ -134,6 +134,8 @@ def test_nothing_at_all():
     rows, cache = torch.randn(0, 1, 4, 8), torch.randn(0, 5, 2, 8)
     out, lse = flash_dmattn_with_kvcache(rows, cache, cache, cache_seqlens=0, return_lse=True)
     assert out.shape == (0, 1, 4, 8) and lse.shape == (0, 4, 1)
+    new = torch.randn(0, 1, 2, 8)
+    assert flash_dmattn_with_kvcache(rows, cache, cache, new, new, cache_seqlens=0).shape == (0, 1, 4, 8)
     for room in (0, 5):
         query, cache = torch.randn(2, 3, 4, 8), torch.full((2, room, 2, 8), torch.nan)
         out, lse = flash_dmattn_with_kvcache(query, cache, cache, cache_seqlens=0, return_lse=True)

@@ -253,7 +253,7 @@ def unseen_keys(masked_rows: Tensor, kv_heads: int) -> Tensor:
     masked_rows: bool ({B|1}, {H|1}, {Sq|1}, 1).
     """
     unseen = masked_rows.all(dim=2, keepdim=True)
-    if unseen.shape[1] > 1:
+    if unseen.shape[1] != 1 and kv_heads > 0:
         unseen = reduce(unseen, "b (h group) 1 1 -> b h 1 1", "all", h=kv_heads)
     return unseen.transpose(1, 2)
 

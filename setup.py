@@ -6,6 +6,7 @@ them. FLASH_DMATTN_CPU_CAPABILITY (DEFAULT, AVX2, AVX512) selects the CPU instru
 build machine. FLASH_DMATTN_CXX_FLAGS are further flags of the C++ compiler (scripts/sanitize.py).
 """
 
+import functools
 import os
 import re
 import runpy
@@ -122,6 +123,7 @@ def why_without_cuda() -> str | None:
     return reason
 
 
+@functools.cache
 def cuda_targets() -> list[str]:
     """nvcc's -gencode flags, without those for compute capabilities below 8.0.
 

@@ -88,8 +88,10 @@ def require_count(name: str, value: object, accepted: str = "an int", hint: str 
     return value
 
 
-def batch_slice(index: int, batches: int) -> slice:
-    """The slice of one batch element; a negative index counts from the end."""
+def batch_slice(index: object, batches: int) -> object:
+    """An integer as the slice of one batch element, from the end if it is negative; any other index as it is."""
+    if isinstance(index, bool) or not isinstance(index, numbers.Integral):
+        return index
     if not -batches <= index < batches:
         raise IndexError(f"index {index} is out of range for {batches} batch elements")
     index = operator.index(index) % batches

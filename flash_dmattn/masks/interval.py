@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
-
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -183,8 +181,7 @@ class KeyIntervalMask(Container, Mask):
         """
         if self.is_varlen:
             raise ValueError(f"a mask {VARLEN} has no batch elements; take sequence(first, last) of it")
-        if isinstance(index, numbers.Integral) and not isinstance(index, bool):
-            index = batch_slice(index, self.shape[0])
+        index = batch_slice(index, self.shape[0])
         accepted = "an int, a slice, or an int64 or bool tensor (n)"
         is_tensor = isinstance(index, Tensor)
         if not isinstance(index, slice) and not (is_tensor and index.dtype in (torch.int64, torch.bool)):

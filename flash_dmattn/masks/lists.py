@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,8 +89,8 @@ class KeyLists(Container, Mask):
         Args:
             mask: a KeyIntervalMask, or bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}); for variable length
                 (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k).
-            seqlen_q: the number of query rows; for variable length max_seqlen_q. The lists of a bool
-                mask (.., 1, Sk) serve any number of rows.
+            seqlen_q: the number of query rows; for variable length max_seqlen_q. The lists of a bool mask
+                (.., 1, Sk) serve any number of rows.
             seqlen_k: the number of keys, by default the mask's last dimension; for variable length max_seqlen_k.
             is_causal: leaves out keys that causality masks. The lists then serve calls with is_causal=True only.
             cu_seqlens_q, cu_seqlens_k: int32 (B + 1), for variable length. Their values are not checked on CUDA.
@@ -284,8 +283,7 @@ class KeyLists(Container, Mask):
         """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
         if self.cu_seqlens_q is not None:
             raise ValueError("lists of variable length have no batch elements: build them of some sequences")
-        if isinstance(index, numbers.Integral) and not isinstance(index, bool):
-            index = batch_slice(index, self.batches)
+        index = batch_slice(index, self.batches)
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
         return replace(self, spans=self.spans[:, index].contiguous(), mask=self.mask[index])

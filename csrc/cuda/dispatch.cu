@@ -127,7 +127,7 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     args.delta = {plan.delta.in<float>(workspace), p.cu_seqlens_q == nullptr ? p.heads * rows : 0, rows};
     args.dquery_accum = plan.dquery_accum.in<float>(workspace);
     args.dquery_semaphore = plan.dquery_semaphore.in<int32_t>(workspace);
-    args.dbias_parts = plan.dbias_parts.in<float>(workspace);
+    args.dbias_partials = plan.dbias_partials.in<float>(workspace);
     args.dkv_accum = plan.dkv_accum.in<float>(workspace);
     args.dbias_accum = plan.dbias_accum.in<float>(workspace);
     args.progress_counters = plan.progress_counters.in<int32_t>(workspace);

@@ -28,7 +28,7 @@ inline int64_t relative_bias_elements(const AttentionParams& p) {
 }
 
 // One buffer of the workspace.
-struct WorkspacePart {
+struct WorkspaceBuffer {
     int64_t offset = 0;  // in bytes
     int64_t bytes = 0;
 
@@ -45,8 +45,8 @@ struct WorkspaceLayout {
     int64_t workspace_bytes = 0;
 
     template <typename X>
-    WorkspacePart allocate(int64_t count) {
-        const WorkspacePart part{workspace_bytes, count * static_cast<int64_t>(sizeof(X))};
+    WorkspaceBuffer allocate(int64_t count) {
+        const WorkspaceBuffer part{workspace_bytes, count * static_cast<int64_t>(sizeof(X))};
         workspace_bytes += (part.bytes + kAlign - 1) / kAlign * kAlign;
         return part;
     }
@@ -64,10 +64,10 @@ using BwdLauncher = std::function<void(const BwdArgs&, cudaStream_t)>;
 struct FwdPlan : WorkspaceLayout {
     static constexpr int kMaxSplits = 64;
 
-    FwdLauncher launch;                                  // empty where the output has no elements
-    int64_t num_splits = 1;                              // split-KV: CTAs that share the keys of an m_block
-    WorkspacePart split_counters, split_out, split_lse;  // FwdArgs; the counters are zeroed before the launch
-    WorkspacePart visible_distances;                     // FwdArgs
+    FwdLauncher launch;                                    // empty where the output has no elements
+    int64_t num_splits = 1;                                // split-KV: CTAs that share the keys of an m_block
+    WorkspaceBuffer split_counters, split_out, split_lse;  // FwdArgs; the counters are zeroed before the launch
+    WorkspaceBuffer visible_distances;                     // FwdArgs
 };
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
@@ -116,10 +116,11 @@ struct BwdPlan : BwdTiling, WorkspaceLayout {
     bool adds_drelative_bias = true;  // false: the main kernel writes the gradient of a dense float32 bias
     int64_t delta_rows = 0;           // rows of one head; with variable length, of all sequences
     int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that are zeroed before the launch
-    WorkspacePart dquery_accum, dquery_semaphore, dbias_parts, dkv_accum, dbias_accum, progress_counters;  // BwdArgs
-    WorkspacePart drelative_bias_exact;  // BwdArgs; zeroed before the launch
-    WorkspacePart visible_distances;     // BwdArgs
-    WorkspacePart delta;                 // BwdParams
+    WorkspaceBuffer dquery_accum, dquery_semaphore, dbias_partials, dkv_accum, dbias_accum,
+        progress_counters;                 // BwdArgs
+    WorkspaceBuffer drelative_bias_exact;  // BwdArgs; zeroed before the launch
+    WorkspaceBuffer visible_distances;     // BwdArgs
+    WorkspaceBuffer delta;                 // BwdParams
 };
 
 // A kernel parameter: compiled kernels depend on the order of the members, here and in params.h.
@@ -130,9 +131,9 @@ struct BwdArgs : BwdParams, BwdTiling {
     // sm90: the tile count semaphore, then with deterministic those of dQ (sm90/bwd/workspace.cuh); with list_splits the
     // state of each slot. sm80, deterministic only: one for each dQ tile, then the tile count semaphore.
     int32_t* dquery_semaphore;
-    float* dbias_parts;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
-    float* dkv_accum;    // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;  // lists: in the bias's shape, [dbias_accum_size]
+    float* dbias_partials;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
+    float* dkv_accum;       // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;     // lists: in the bias's shape, [dbias_accum_size]
     // Lists, deterministic: [B, H, m_blocks], and the tile count semaphore; kSerialReduce: [work tiles].
     int32_t* progress_counters;
     int64_t relative_bias_entries;   // of one batch element and head

@@ -36,7 +36,7 @@ void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
     if (num_n_blocks == 0) return;
     const int64_t runs = p.dbias_tiles / num_n_blocks * ceil_div<int64_t>(num_n_blocks, p.dbias_run);
     launch<Traits>(bwd_dbias_kernel<Traits>, runs * p.dbias_splits, sizeof(BwdDbiasSharedStorage<Traits>), p, stream);
-    if (p.dbias_splits > 1) launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
+    if (p.dbias_splits > 1) launch<Traits>(sum_dbias_partials_kernel<Traits>, p.dbias_tiles, 0, p, stream);
 }
 
 template <typename Traits, BiasKind kBias>
@@ -52,7 +52,7 @@ void run_bwd_main(const BwdArgs& p, cudaStream_t stream) {
         return launch_clusters<Traits>(kernel, num_ctas, kBytes, p, stream);
     launch<Traits>(kernel, num_ctas, kBytes, p, stream);
     if (p.dense_dbias == DenseDbias::kAtomic)
-        launch<Traits>(sum_dbias_parts_kernel<Traits>, p.dbias_tiles, 0, p, stream);
+        launch<Traits>(sum_dbias_partials_kernel<Traits>, p.dbias_tiles, 0, p, stream);
     if (p.dense_dbias == DenseDbias::kRecompute)
         recompute_dbias<BwdKernelTraits<Traits::kHeadDim, typename Traits::T, Traits::kIsSmall, BwdPass::kDbias>>(
             p, stream);

@@ -94,7 +94,7 @@ bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const Bwd
     return batches_share && !choice.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
 }
 
-// Selects which kernel writes the gradient of a dense bias. Returns the number of floats in dbias_parts.
+// Selects which kernel writes the gradient of a dense bias. Returns the number of floats in dbias_partials.
 int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
     if (is_unshared_dbias(p)) {
         plan.dense_dbias = DenseDbias::kDirect;
@@ -128,7 +128,7 @@ void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoi
     if (p.deterministic) plan.dquery_semaphore = plan.allocate<int32_t>(num_m_blocks + 1);
     plan.zeroed_bytes = plan.workspace_bytes;
     if (p.bias.kind != BiasKind::kDense || !p.dbias.present()) return;
-    plan.dbias_parts = plan.allocate<float>(plan_dense_dbias(p, kernel, choice, plan));
+    plan.dbias_partials = plan.allocate<float>(plan_dense_dbias(p, kernel, choice, plan));
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = plan.workspace_bytes;
 }
 

@@ -210,8 +210,8 @@ __device__ __forceinline__ void store_sum(const float (&sum)[Traits::kScoreM][Tr
         store_dbias_tile<Traits>(sum, p, s, work_tile, n_block);
         return;
     }
-    const int64_t part = work_tile.split_idx * p.dbias_tiles + work_tile.index + n_block - work_tile.n_block;
-    float* to = p.dbias_parts + part * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
+    const int64_t partial = work_tile.split_idx * p.dbias_tiles + work_tile.index + n_block - work_tile.n_block;
+    float* to = p.dbias_partials + partial * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
 #pragma unroll
     for (int m = 0; m < Traits::kScoreM; ++m)
 #pragma unroll
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
 
 // Adds up the splits of each dbias tile in their order and rounds the sum. The main kernel's atomic sums are one split.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads) sum_dbias_parts_kernel(const __grid_constant__ BwdArgs p) {
+__global__ void __launch_bounds__(Traits::kThreads) sum_dbias_partials_kernel(const __grid_constant__ BwdArgs p) {
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               run_length = static_cast<int>(p.dbias_run);
     const int runs = ceil_div(num_n_blocks, run_length), splits = static_cast<int>(p.dbias_splits);
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Traits::kThreads) sum_dbias_parts_kernel(const
     clear(sum);
     for (int64_t split = 0; split < splits; ++split) {
         const float* from =
-            p.dbias_parts + (split * p.dbias_tiles + blockIdx.x) * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
+            p.dbias_partials + (split * p.dbias_tiles + blockIdx.x) * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
 #pragma unroll
         for (int m = 0; m < Traits::kScoreM; ++m)
 #pragma unroll

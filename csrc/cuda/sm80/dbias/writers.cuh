@@ -213,7 +213,7 @@ private:
         const int m_block_idx = (batch * heads + shared_head(step.head, p.heads, heads)) * num_m_blocks + step.m_block;
         const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
         const int64_t tile = static_cast<int64_t>(m_block_idx) * num_n_blocks + cta_.n_block;
-        float* to = p.dbias_parts + tile * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
+        float* to = p.dbias_partials + tile * Traits::kRows * Traits::kKeys + threadIdx.x * 4;
 #pragma unroll
         for (int m = 0; m < Traits::kScoreM; ++m)
 #pragma unroll

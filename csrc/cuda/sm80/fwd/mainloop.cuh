@@ -161,7 +161,7 @@ private:
         return more;
     }
 
-    // Stores O and lse; with split-KV, stores this split's part, and the last CTA combines all parts.
+    // Stores O and lse; with split-KV, stores this split's, and the last CTA combines all.
     __device__ __forceinline__ void epilogue() {
         cp_async_wait<0>();
         __syncthreads();  // Q is loaded even where no n_block was visited; its shared memory is free

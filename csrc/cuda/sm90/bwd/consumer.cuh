@@ -20,7 +20,7 @@ class BwdConsumer : BwdScores<Traits, kBias> {
     using Base = BwdScores<Traits, kBias>;
     using Base::has_dbias, Base::store_dbias, Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores;
     using Base::key, Base::begin_head;
-    using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::layout_, Base::warp_key_;
+    using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::tiled_mma_, Base::warp_key_;
 
 public:
     using T = typename Traits::T;
@@ -43,11 +43,11 @@ private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys;
     using RowsTile = typename Traits::RowsTile;
     using ScoresTile = typename Traits::ScoresTile;
-    using AtomLayout = MmaAtomLayout<Traits>;
-    using ScoresFragment = typename AtomLayout::ScoresFragment;
-    using ScoresOperand = typename AtomLayout::ScoresOperand;
-    using DkvFragment = typename AtomLayout::DkvFragment;
-    using DqFragment = typename AtomLayout::DqFragment;
+    using TiledMma = BwdTiledMma<Traits>;
+    using ScoresFragment = typename TiledMma::ScoresFragment;
+    using ScoresOperand = typename TiledMma::ScoresOperand;
+    using DkvFragment = typename TiledMma::DkvFragment;
+    using DqFragment = typename TiledMma::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
     using RowStatsFragment = typename Base::RowStatsFragment;
     using DiagonalSums = float[kDiagonalSums<Traits::kScoreRows / 8>];
@@ -95,17 +95,17 @@ private:
         const bool has_empty_rows = any_of(header_.has_empty_rows);
         if (has_empty_rows) zero_empty_rows(query());
         constexpr bool kStartsFromBias = SharedStorage::kStartsFromBias;
-        if constexpr (!kStartsFromBias) layout_.gemm_scores(scores, smem_.key, query());
+        if constexpr (!kStartsFromBias) tiled_mma_.gemm_scores(scores, smem_.key, query());
         smem_.dout_pipeline.consumer_wait(state_);
         if (has_empty_rows) zero_empty_rows(dout());
         // The GEMM of dP overlaps the reads of the bias.
         if constexpr (kStartsFromBias)
             m_block_info().relative_bias.entries.load_ahead(scores, Base::relative_bias_lane_);
-        layout_.gemm_scores(dprobs, smem_.value, dout());
-        if constexpr (kStartsFromBias) layout_.template gemm_scores<false>(scores, smem_.key, query());
+        tiled_mma_.gemm_scores(dprobs, smem_.value, dout());
+        if constexpr (kStartsFromBias) tiled_mma_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        const RowStatsFragment lse(m_block_info().lse + layout_.first_row());
+        const RowStatsFragment lse(m_block_info().lse + tiled_mma_.first_row());
         const bool has_softcap = !is_relative(kBias) && scale_.softcap > 0;
         if constexpr (Base::kEarlyFragments > 0) {
             wgmma_wait_group<1>();  // S
@@ -135,7 +135,7 @@ private:
         // difference; with a dense bias dS first would spill registers.
         constexpr bool kStoresFirst = Traits::kScoreRows > 64 && kBias != BiasKind::kDense;
         if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
-        layout_.gemm_dkv(dv_, probs, dout());
+        tiled_mma_.gemm_dkv(dv_, probs, dout());
         if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
         fence_proxy_async();
         commit_dense_dbias();
@@ -143,8 +143,8 @@ private:
         if (p_.deterministic) wait_for_dq_additions();
         sync_consumers();  // dS is complete, and the previous one has been read
         DqFragment dq;
-        layout_.gemm_dq(dq, bias_dscores(), smem_.key);
-        layout_.gemm_dkv(dk_, dscores, query());
+        tiled_mma_.gemm_dq(dq, bias_dscores(), smem_.key);
+        tiled_mma_.gemm_dkv(dk_, dscores, query());
         if (p_.deterministic) acquire_dq_semaphore();
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
@@ -166,11 +166,11 @@ private:
         fence_proxy_async();
         commit_dense_dbias();
         sync_consumers();  // P and dS are complete
-        layout_.gemm_dkv(dv_, smem_.probs, dout());
+        tiled_mma_.gemm_dkv(dv_, smem_.probs, dout());
         add_drelative_bias(ds);
         DqFragment dq;
-        layout_.gemm_dq(dq, bias_dscores(), smem_.key);
-        layout_.gemm_dkv(dk_, bias_dscores(), query());
+        tiled_mma_.gemm_dq(dq, bias_dscores(), smem_.key);
+        tiled_mma_.gemm_dkv(dk_, bias_dscores(), query());
         if (p_.deterministic) acquire_dq_semaphore();
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
@@ -192,10 +192,10 @@ private:
 
     static __device__ bool is_warpgroup_leader() { return threadIdx.x % kWarpgroupThreads == 0; }
     static __device__ __forceinline__ void sync_consumers() {
-        named_barrier_sync(kConsumersBarrier, Traits::kConsumerWarpgroups * kWarpgroupThreads);
+        named_barrier_sync(BwdNamedBarriers::kConsumers, Traits::kConsumerWarpgroups * kWarpgroupThreads);
     }
     __device__ __forceinline__ void sync_warpgroup() const {
-        named_barrier_sync(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+        named_barrier_sync(BwdNamedBarriers::kWarpgroupSyncWG1 + warpgroup_, kWarpgroupThreads);
     }
     __device__ RowsTile& query() const { return smem_.query[state_.stage()]; }
     __device__ RowsTile& dout() const { return smem_.dout[state_.stage()]; }
@@ -214,7 +214,7 @@ private:
         if constexpr (kBias == BiasKind::kRelativeGrid) {
             if (p_.drelative_bias == nullptr) return;
             const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
-            const int first_row = header_.m_block * kRows + layout_.first_row(),
+            const int first_row = header_.m_block * kRows + tiled_mma_.first_row(),
                       first_key = work_tile_.n_block * kKeys + warp_key_;
             // Longer runs spill registers.
             if (p_.relative_bias.grid_width % 32 == 0) {
@@ -233,7 +233,7 @@ private:
             DiagonalSums sums;
             sum_diagonals(ds[0], sums);
             const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
-            const int position = m_block_info().relative_bias.position + warp_key_ - layout_.first_row();
+            const int position = m_block_info().relative_bias.position + warp_key_ - tiled_mma_.first_row();
             gradient.add_diagonals(sums, position, relative_bias_ends());
         }
     }
@@ -269,7 +269,7 @@ private:
         const int warp = warp_id() - 4, lane = lane_id();
         float* to = m_block_info().dq_accum + Layout::offset(warp, 0, 0);
         if constexpr (Traits::kStagesDq) {
-            layout_.tma_reduce_add_dq(dq, smem_.dq[warp], to);
+            tiled_mma_.tma_reduce_add_dq(dq, smem_.dq[warp], to);
         } else {
 #pragma unroll
             for (int n = 0; n < Layout::kFragments; ++n) reduce_add(to + Layout::offset(0, n, lane), dq[0][n]);
@@ -310,11 +310,11 @@ private:
 
     __device__ __forceinline__ void store_dkv(const RowsView& view, const DkvFragment& acc, float factor) const {
         const Sequence& s = smem_.sequence;
-        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_tile_.kv_head) + layout_.first_col();
+        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_tile_.kv_head) + tiled_mma_.first_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             store_row(acc, h, factor, to + key(h) * view.row_stride,
-                      static_cast<int>(p_.head_dim) - layout_.first_col(), key(h) < s.keys);
+                      static_cast<int>(p_.head_dim) - tiled_mma_.first_col(), key(h) < s.keys);
     }
 
     Pipeline<1> probs_pipeline_;

@@ -80,12 +80,12 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows);
     const int m_block = blockIdx.x % num_m_blocks;
     const auto [head, batch] = HeadAndBatch(p, first_head + blockIdx.x / num_m_blocks, static_cast<int>(p.heads));
-    const MmaAtomLayout<Traits> layout(threadIdx.x / kWarpgroupThreads);
+    const BwdTiledMma<Traits> tiled_mma(threadIdx.x / kWarpgroupThreads);
     const Sequence s(p, batch);
     if (m_block * kRows >= s.rows) return;
     float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
                         Layout::offset(warp_id(), 0, lane_id());
-    typename MmaAtomLayout<Traits>::DqFragment dq;
+    typename BwdTiledMma<Traits>::DqFragment dq;
 #pragma unroll
     for (int n = 0; n < Layout::kFragments; ++n) {
         auto& accum = *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0));
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
         if (clears) accum = {};
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + layout.dq_col();
+    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + tiled_mma.dq_col();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const int row = m_block * kRows + layout.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
+        const int row = m_block * kRows + tiled_mma.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
         store_row(dq, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
-                  static_cast<int>(p.head_dim) - layout.dq_col(), row < s.rows);
+                  static_cast<int>(p.head_dim) - tiled_mma.dq_col(), row < s.rows);
     }
 }
 

@@ -10,19 +10,17 @@ namespace flash_dmattn::cuda::sm90 {
 constexpr int kBwdConsumerWarpgroups = 2;                               // MMA warpgroups
 constexpr int kBwdProducerRegisters = 40, kBwdConsumerRegisters = 232;  // per thread
 
-// Barrier 0 is __syncthreads.
-enum BwdNamedBarrier : int {
-    kConsumersBarrier = 1,  // both MMA warpgroups: P and dS are complete in shared memory
-    kWarpgroupBarrier = 2,  // + warpgroup: the four warps of one MMA warpgroup
-    kProducerBarrier = 4,   // the producer
-    // + warpgroup: the other one has read this one's dS. Only the per-head sparse kernel, which has no
-    // kWarpgroupBarrier.
-    kDscoresReadBarrier = kWarpgroupBarrier,
+// Entries that end in WG1 start one barrier per MMA warpgroup.
+enum BwdNamedBarriers : int {
+    kConsumers = 1,         // both MMA warpgroups: P and dS are complete in shared memory
+    kWarpgroupSyncWG1 = 2,  // the threads of one MMA warpgroup
+    kProducer = 4,          // the threads of the producer
+    // The other warpgroup has read this one's dS. Only the per-head sparse kernel, which has no kWarpgroupSyncWG1.
+    kDscoresReadWG1 = kWarpgroupSyncWG1,
 };
 
-// What the dense and the sparse backward kernels share: tiles in shared memory, and the MMA atom layout of two
-// warpgroups. S and dP are transposed (keys x rows): P and dS are then A operands in registers of dV = P dO and dK = dS
-// Q.
+// What the dense and the sparse backward kernels share: tiles in shared memory, and how two warpgroups divide the GEMMs.
+// S and dP are transposed (keys x rows): P and dS are then A operands in registers of dV = P dO and dK = dS Q.
 //
 //   accumulator   M x N             K          split of 128 keys               split of 64 keys (kSharesKeys)
 //   S, dP         keys x rows       head_dim   M: 64 keys each                 N: kScoreRows rows each

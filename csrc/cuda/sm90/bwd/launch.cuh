@@ -33,14 +33,14 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     const int64_t group_size = serial_group_size(p);
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
                   num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    const int64_t parts = count_launch_parts(p), sequences_per_part = p.kv_heads * p.batch / parts,
+    const int64_t units = count_launch_units(p), sequences_per_unit = p.kv_heads * p.batch / units,
                   heads_per_kv = p.heads / p.kv_heads;
     for (int64_t launch = 0; launch < p.num_launches; ++launch) {
-        const int64_t first_part = parts * launch / p.num_launches;
-        const int64_t first = first_part * sequences_per_part,
-                      count = parts * (launch + 1) / p.num_launches * sequences_per_part - first;
+        const int64_t first_unit = units * launch / p.num_launches;
+        const int64_t first = first_unit * sequences_per_unit,
+                      count = units * (launch + 1) / p.num_launches * sequences_per_unit - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
-        args.dquery_accum -= first_part * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
+        args.dquery_accum -= first_unit * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
         const BwdLaunchRange range{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
         kernel<<<grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage), stream>>>(args, maps, scale,
                                                                                                    range);

@@ -58,7 +58,7 @@ bool is_pair_bias(const BwdParams& p) {
            p.kv_heads == p.heads && is_tma_compatible(query_layout(p, p.out)) && can_store_pair_dbias(p);
 }
 
-// Each gradient has an owner; only the parts of dbias are summed in the workspace.
+// Each gradient has an owner; only dbias is summed over splits in the workspace.
 bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kPairBiasKernels.find(p);
     if (kernel == nullptr) return false;
@@ -67,8 +67,8 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     plan.adds_drelative_bias = false;
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
     plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, pair_bias_batch_group_size(p));
-    const int64_t parts = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
-    plan.dbias_parts = plan.allocate<float>(parts * kPairBiasDbiasBlockSize);
+    const int64_t blocks = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
+    plan.dbias_partials = plan.allocate<float>(blocks * kPairBiasDbiasBlockSize);
     return true;
 }
 
@@ -125,7 +125,7 @@ int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbi
     const int64_t work_tiles =
         p.cu_seqlens_q == nullptr ? count_bwd_work_tiles(p, keys) : p.total_k / keys * p.kv_heads;
     const int64_t max_launches = work_tiles / (kMinWaves * current_device().num_sms);
-    return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, count_launch_parts(p)}), 1);
+    return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, count_launch_units(p)}), 1);
 }
 
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {
@@ -141,8 +141,8 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.num_launches = plan_launches(p, num_m_blocks * rows * kernel->head_dim, keys, plan.dense_dbias);
-    const int64_t parts = count_launch_parts(p);
-    const int64_t launch_m_blocks = num_m_blocks * ceil_div(parts, plan.num_launches) / parts;
+    const int64_t units = count_launch_units(p);
+    const int64_t launch_m_blocks = num_m_blocks * ceil_div(units, plan.num_launches) / units;
     plan.dquery_accum = plan.allocate<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
     plan.dquery_semaphore = plan.allocate<int32_t>(count_dquery_semaphores(p.deterministic ? num_m_blocks : 0));

@@ -272,7 +272,7 @@ private:
         for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
             if (!is_active) clear_dbias(head, m_block);
         });
-        named_barrier_sync(kProducerBarrier, kWarpgroupThreads);
+        named_barrier_sync(BwdNamedBarriers::kProducer, kWarpgroupThreads);
     }
     __device__ void clear_dbias(int head, int m_block) const {
         const Sequence& s = sequence();

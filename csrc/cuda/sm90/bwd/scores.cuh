@@ -22,8 +22,8 @@ protected:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
-    using AtomLayout = MmaAtomLayout<Traits>;
-    using ScoresFragment = typename AtomLayout::ScoresFragment;
+    using TiledMma = BwdTiledMma<Traits>;
+    using ScoresFragment = typename TiledMma::ScoresFragment;
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
@@ -36,11 +36,11 @@ protected:
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
-          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)), layout_(warpgroup_),
-          warp_key_(AtomLayout::warp_key()) {
+          warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)), tiled_mma_(warpgroup_),
+          warp_key_(TiledMma::warp_key()) {
         if constexpr (is_relative(kBias))
             relative_bias_lane_ =
-                RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, layout_.first_row());
+                RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, tiled_mma_.first_row());
     }
 
     // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
@@ -67,7 +67,7 @@ protected:
     // warp's 16 keys: they transpose between the tile and two neighbouring fragments of an accumulator.
     __device__ __forceinline__ uint32_t scores_address(const ScoresTile& tile, int row) const {
         const int lane = lane_id();
-        return smem_address(tile.data + ScoresTile::offset(layout_.first_row() + row + lane % 8 + lane / 16 * 8,
+        return smem_address(tile.data + ScoresTile::offset(tiled_mma_.first_row() + row + lane % 8 + lane / 16 * 8,
                                                            warp_key_ / 8 + lane / 8 % 2));
     }
     // Key h of the sequence.
@@ -128,7 +128,7 @@ protected:
     // S and dP to P and dS with a softcap.
     __device__ __forceinline__ void compute_p_ds_softcap(ScoresFragment& s, ScoresFragment& dp,
                                                          const RowStatsFragment& lse) {
-        const float* deltas = m_block_info().delta + layout_.first_row() + fragment_col();
+        const float* deltas = m_block_info().delta + tiled_mma_.first_row() + fragment_col();
         const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
@@ -143,7 +143,7 @@ private:
     // causality, lengths or intervals. has_bits: the packed mask hides some scores.
     template <typename Compute>
     __device__ __forceinline__ void dispatch_mask(const Compute& compute) const {
-        const int first_row = header_.m_block * Traits::kRows + layout_.first_row();
+        const int first_row = header_.m_block * Traits::kRows + tiled_mma_.first_row();
         const auto covers = [&](const RowRange& rows) {
             return rows.begin <= first_row && rows.end >= first_row + Traits::kScoreRows;
         };
@@ -171,7 +171,7 @@ private:
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
     template <bool kMasked>
     __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp) {
-        const RowStatsFragment deltas(m_block_info().delta + layout_.first_row());
+        const RowStatsFragment deltas(m_block_info().delta + tiled_mma_.first_row());
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
             const float2 delta = deltas[m];
@@ -190,7 +190,7 @@ private:
     __device__ __forceinline__ void for_each_score(const RowStatsFragment& lses, bool has_bits,
                                                    const Take& take) const {
         const auto& info = m_block_info();
-        const int block_row = layout_.first_row() + fragment_col(),
+        const int block_row = tiled_mma_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
         const int bit = warp_key_ % 32 + fragment_row();
 #pragma unroll
@@ -234,7 +234,7 @@ protected:
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     const int warpgroup_;
-    const AtomLayout layout_;
+    const TiledMma tiled_mma_;
     const int warp_key_;  // the warp's first key of the n_block
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block

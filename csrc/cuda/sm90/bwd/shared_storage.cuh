@@ -12,7 +12,7 @@
 #include "cuda/common/sequence.cuh"
 #include "cuda/plan.h"
 #include "kernel_traits.h"
-#include "mma_atom_layout.cuh"
+#include "tiled_mma.cuh"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/arch/shared_storage.cuh"
 #include "cuda/softmax/relative_bias_segment.cuh"
@@ -89,7 +89,7 @@ struct BwdSharedStorage {
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile bias_dscores[Traits::kStages];  // a dense bias, then dS
     alignas(kSmemTileAlign) std::conditional_t<Traits::kSharesKeys, typename Traits::ScoresTile, Empty> probs;
-    using DqStage = typename MmaAtomLayout<Traits>::DqStage;
+    using DqStage = typename BwdTiledMma<Traits>::DqStage;
     // Per warp.
     alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Empty> dq;
     MBlockInfo m_blocks[Traits::kStages];

@@ -32,7 +32,7 @@ __device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_in
 
 // The units that launches divide, contiguous in dquery_accum: a KV head of one batch element, or with variable length a
 // KV head of all sequences.
-constexpr int64_t count_launch_parts(const BwdParams& p) {
+constexpr int64_t count_launch_units(const BwdParams& p) {
     return p.kv_heads * (p.cu_seqlens_q == nullptr ? p.batch : 1);
 }
 

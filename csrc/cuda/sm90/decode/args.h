@@ -15,10 +15,10 @@ constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread that rea
 constexpr int kScanGroup = 16;         // and of a lane that scans their orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
 // batch_invariant: kInvariantMinWarps attend to a sequence of up to kInvariantKeys keys, twice as many to one of up to
-// twice as many keys, and so on up to kInvariantMaxWarps. A part has kInvariantPartWarps of them, or one for each tile
-// of packed rows if these are more.
+// twice as many keys, and so on up to kInvariantMaxWarps. A split has kInvariantSplitWarps of them, or one for each
+// tile of packed rows if these are more.
 constexpr int kInvariantKeys = 8192;
-constexpr int kInvariantMinWarps = 8, kInvariantMaxWarps = 32, kInvariantPartWarps = 2;
+constexpr int kInvariantMinWarps = 8, kInvariantMaxWarps = 32, kInvariantSplitWarps = 2;
 static_assert(kInvariantMinWarps >= kDecodeMaxRows / kDecodeTileRows);
 
 // A kernel parameter: compiled kernels depend on the order of the members, here, in KvCacheArgs and in KvCacheParams.
@@ -44,22 +44,22 @@ __host__ __device__ inline int invariant_warps(int64_t keys) {
     return warps;
 }
 
-// The parts into which a cluster divides the (selected) keys of a sequence: one for each CTA; with batch_invariant
-// their number depends on the sequence alone. The warps of a part share its keys.
-struct DecodeParts {
-    int warps;    // of a part
+// The splits into which a cluster divides the (selected) keys of a sequence: one for each CTA; with batch_invariant
+// their number depends on the sequence alone. The warps of a split share its keys.
+struct DecodeSplits {
+    int warps;    // of a split
     int count;    // of the cluster
     int per_cta;  // at most: the last CTAs may have none
 
     // All three are powers of 2, as the cluster is.
-    __host__ __device__ DecodeParts(const DecodeArgs& p, int64_t keys, int query_tiles)
+    __host__ __device__ DecodeSplits(const DecodeArgs& p, int64_t keys, int query_tiles)
         : warps(p.warps), count(p.cluster), per_cta(1) {
         if (!p.batch_invariant) return;
-        warps = query_tiles > kInvariantPartWarps ? query_tiles : kInvariantPartWarps;
+        warps = query_tiles > kInvariantSplitWarps ? query_tiles : kInvariantSplitWarps;
         count = invariant_warps(keys) / warps;
         per_cta = ceil_div(count, p.cluster);
     }
-    // Keys of a part, of `keys` in all.
+    // Keys of a split, of `keys` in all.
     __host__ __device__ int share(int keys) const { return ceil_div(ceil_div(keys, count), 16) * 16; }
 };
 

@@ -1,9 +1,9 @@
-// Attention of the query rows of one sequence and KV head to a CTA's parts of the keys: pack-GQA, mma.m16n8k16.
+// Attention of the query rows of one sequence and KV head to a CTA's splits of the keys: pack-GQA, mma.m16n8k16.
 //
 // Packed row r is query row r / G of query head r % G of the KV head's G. A warp computes a tile of 8 packed rows,
 // S^T = K Q^T and O^T = V^T P^T: the 16 rows of the instruction are keys or columns of V, of which there are always
 // enough. The warps of all tiles form a group, which takes 16 keys at a time, with tiles of K and V of its own: groups
-// do not wait for each other. Consecutive groups attend to one part of the keys (DecodeParts).
+// do not wait for each other. Consecutive groups attend to one split of the keys (DecodeSplits).
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"
@@ -14,7 +14,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-enum DecodeNamedBarriers { kFirstGroup = 1 };  // of each group, where it has more than one warp
+enum DecodeNamedBarriers : int {
+    kGroupSync = 1,  // + group: its warps, where it has more than one
+};
 
 template <typename T, int kHeadDim, int kWarps>
 class DecodeAttention {
@@ -35,7 +37,7 @@ public:
           row_tiles_(decode_tiles(packed_rows_)), row_tile_(warp_id() % row_tiles_), group_(warp_id() / row_tiles_) {}
 
     // Computed where needed, to save registers.
-    __device__ DecodeParts parts() const { return {p_, cache_.keys, row_tiles_}; }
+    __device__ DecodeSplits splits() const { return {p_, cache_.keys, row_tiles_}; }
     __device__ int packed_rows() const { return packed_rows_; }
     __device__ int row_of(int packed) const { return packed / qheads_; }
     __device__ int head_of(int packed) const { return cache_.kv_head * qheads_ + packed % qheads_; }
@@ -58,26 +60,27 @@ public:
         cp_async_commit();
     }
 
-    // Attends to this CTA's parts of `keys` keys: those of `list`, or all where it is null. The results stay in shared
+    // Attends to this CTA's splits of `keys` keys: those of `list`, or all where it is null. The results stay in shared
     // memory.
     __device__ void run(const int* list, int keys, int rank) {
-        const DecodeParts parts = this->parts();
-        const int own_part = warp_id() / parts.warps, part = rank * parts.per_cta + own_part, share = parts.share(keys);
-        const int first = own_part < parts.per_cta && part < parts.count ? min(part * share, keys) : keys;
+        const DecodeSplits splits = this->splits();
+        const int own_split = warp_id() / splits.warps, split = rank * splits.per_cta + own_split,
+                  share = splits.share(keys);
+        const int first = own_split < splits.per_cta && split < splits.count ? min(split * share, keys) : keys;
         list_ = list;
-        begin_ = list == nullptr ? first : own_part * share;
+        begin_ = list == nullptr ? first : own_split * share;
         end_ = begin_ + min(share, keys - first);
         const bool is_plain =
             row_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
         is_plain ? attend<true>() : attend<false>();
     }
 
-    // A packed row of the result of one of this CTA's parts: maximum and sum, and four columns of the unscaled output.
+    // A packed row of the result of one of this CTA's splits: maximum and sum, and four columns of the unscaled output.
     struct Result {
         float *row_max, *row_sum, *out;
     };
-    __device__ Result result_of(int part, int packed, int col) const {
-        const int warp = part * parts().warps + packed / kRows, row = packed % kRows;
+    __device__ Result result_of(int split, int packed, int col) const {
+        const int warp = split * splits().warps + packed / kRows, row = packed % kRows;
         return {&smem_.row_max[warp][row], &smem_.row_sum[warp][row], partial(warp, row, col)};
     }
 
@@ -103,7 +106,7 @@ private:
         // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk n,
         // copies those of chunk n - 1 and attends to chunk n - 2. The bias of chunk n - 1 is loaded last, since a copy
         // of it to another register would wait for it.
-        const int groups = parts().warps / row_tiles_;
+        const int groups = splits().warps / row_tiles_;
         int at = begin_ + group_ % groups * kKeys;  // of the chunk to be found
         int key = -1;                               // of the chunk to attend to
         KeyBiasBits bias{};                         // of this key
@@ -149,8 +152,8 @@ private:
     template <bool kPlain>
     __device__ void sync_group() const {
         if (kPlain || row_tiles_ == 1) return __syncwarp();
-        static_assert(kFirstGroup + kWarps / 2 <= 16);
-        named_barrier_sync(kFirstGroup + group_, row_tiles_ * 32);
+        static_assert(DecodeNamedBarriers::kGroupSync + kWarps / 2 <= 16);
+        named_barrier_sync(DecodeNamedBarriers::kGroupSync + group_, row_tiles_ * 32);
     }
 
     __device__ KeyBiasBits load_bias(const uint16_t* from) const {
@@ -315,7 +318,7 @@ private:
         return bias <= kLowest<float> ? -kInfinity : bias;
     }
 
-    // Merges the groups' results into those of the first group of each part. All threads call.
+    // Merges the groups' results into those of the first group of each split. All threads call.
     __device__ void merge(const Output& out) const {
         sync_group<false>();
 #pragma unroll
@@ -333,28 +336,28 @@ private:
         }
         __syncthreads();
         constexpr int kVectors = kHeadDim / 4;
-        const DecodeParts parts = this->parts();
-        const int part_groups = parts.warps / row_tiles_;
+        const DecodeSplits splits = this->splits();
+        const int split_groups = splits.warps / row_tiles_;
 #pragma unroll 1
-        for (int i = threadIdx.x; i < parts.per_cta * packed_rows_ * kVectors; i += kThreads) {
-            const int part = i / (packed_rows_ * kVectors), packed = i / kVectors - part * packed_rows_;
-            const int col = i % kVectors * 4, first = part * parts.warps + packed / kRows, row = packed % kRows;
+        for (int i = threadIdx.x; i < splits.per_cta * packed_rows_ * kVectors; i += kThreads) {
+            const int split = i / (packed_rows_ * kVectors), packed = i / kVectors - split * packed_rows_;
+            const int col = i % kVectors * 4, first = split * splits.warps + packed / kRows, row = packed % kRows;
             float largest = -kInfinity;
-            for (int group = 0; group < part_groups; ++group)
+            for (int group = 0; group < split_groups; ++group)
                 largest = fmaxf(largest, smem_.warp_max[first + group * row_tiles_][row]);
             float sum = 0;
             float4 total{};
 #pragma unroll
             for (int group = 0; group < kWarps; ++group) {
                 const int warp = first + group * row_tiles_;
-                if (group >= part_groups || smem_.warp_sum[warp][row] == 0) continue;
+                if (group >= split_groups || smem_.warp_sum[warp][row] == 0) continue;
                 const float weight = fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
                 const float4 x = *reinterpret_cast<const float4*>(partial(warp, row, col));
                 sum = fmaf(weight, smem_.warp_sum[warp][row], sum);
                 total = {fmaf(weight, x.x, total.x), fmaf(weight, x.y, total.y), fmaf(weight, x.z, total.z),
                          fmaf(weight, x.w, total.w)};
             }
-            const Result result = result_of(part, packed, col);
+            const Result result = result_of(split, packed, col);
             *reinterpret_cast<float4*>(result.out) = total;
             if (col == 0) *result.row_max = largest, *result.row_sum = sum;
         }
@@ -370,7 +373,7 @@ private:
     const int row_tiles_;            // a power of 2
     const int row_tile_, group_;     // of this warp
     const int* list_;                // of this CTA's keys; null: all keys
-    int begin_, end_;                // of this warp's part: positions in list_, or keys
+    int begin_, end_;                // of this warp's split: positions in list_, or keys
     Found found_;                    // the chunk to be copied next
     int key_of_row_[2];              // the key at which each of this thread's rows stands
     const float* relative_bias_[2];  // of these rows, at distance 0

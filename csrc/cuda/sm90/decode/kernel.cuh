@@ -1,6 +1,6 @@
 // Decoding in one kernel: new query rows attend to a cache of keys, contiguous or in pages. A cluster serves one
-// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, the CTAs attend to equal parts of
-// them (attention.cuh), and the parts are combined through DSMEM.
+// sequence and KV head: it selects keys by their biases (selector.cuh) or takes all, the CTAs attend to equal splits
+// of them (attention.cuh), and the splits are combined through DSMEM.
 #pragma once
 
 #include "attention.cuh"
@@ -8,12 +8,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// out and lse of the sequence, of the results of all parts: each CTA combines some of the packed rows' columns.
+// out and lse of the sequence, of the results of all splits: each CTA combines some of the packed rows' columns.
 template <typename T, int kHeadDim, int kWarps>
 __device__ void combine(const DecodeArgs& p, const KvCache& cache,
                         const DecodeAttention<T, kHeadDim, kWarps>& attention, int rank) {
-    const DecodeParts parts = attention.parts();
-    const int log2_per_cta = __ffs(parts.per_cta) - 1;
+    const DecodeSplits splits = attention.splits();
+    const int log2_per_cta = __ffs(splits.per_cta) - 1;
     constexpr int kVectors = kHeadDim / 4;
     const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, p.cluster);
 #pragma unroll 1
@@ -23,14 +23,14 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
         float largest = -kInfinity, sum = 0;
         float4 total{};
 #pragma unroll 1
-        for (int first = 0; first < parts.count; first += kInFlight) {
+        for (int first = 0; first < splits.count; first += kInFlight) {
             float maxima[kInFlight], sums[kInFlight];
             float4 x[kInFlight];
             float before = largest;
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                const int part = min(first + r, parts.count - 1), cta = part >> log2_per_cta;
-                const auto result = attention.result_of(part - (cta << log2_per_cta), packed, col);
+                const int split = min(first + r, splits.count - 1), cta = split >> log2_per_cta;
+                const auto result = attention.result_of(split - (cta << log2_per_cta), packed, col);
                 maxima[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
                 sums[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
                 x[r] = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
@@ -42,7 +42,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
             total = {total.x * correction, total.y * correction, total.z * correction, total.w * correction};
 #pragma unroll
             for (int r = 0; r < kInFlight; ++r) {
-                if (first + r >= parts.count || sums[r] == 0) continue;  // a part without visible keys has no output
+                if (first + r >= splits.count || sums[r] == 0) continue;  // a split without visible keys has no output
                 const float weight = fast_exp2((maxima[r] - largest) * kLog2E);
                 sum = fmaf(weight, sums[r], sum);
                 total = {fmaf(weight, x[r].x, total.x), fmaf(weight, x[r].y, total.y), fmaf(weight, x[r].z, total.z),
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
         constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
         DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
                                                reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
-        keys = selector.run(selected, attention.parts());
+        keys = selector.run(selected, attention.splits());
         list = selected;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
     }

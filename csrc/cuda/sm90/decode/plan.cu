@@ -45,13 +45,13 @@ struct DecodePlan {
 };
 
 // The selected keys of a CTA, of a sequence of any length up to that of the cache: with batch_invariant shorter
-// sequences have fewer parts.
+// sequences have fewer splits.
 int most_selected(const DecodeArgs& args) {
     int most = 0;
     for (int64_t keys = kInvariantKeys;; keys *= 2) {
         keys = std::min(keys, args.seqlen_k);
-        const DecodeParts parts(args, keys, args.query_tiles);
-        most = std::max(most, parts.share(static_cast<int>(std::min(keys, args.window_size))) * parts.per_cta);
+        const DecodeSplits splits(args, keys, args.query_tiles);
+        most = std::max(most, splits.share(static_cast<int>(std::min(keys, args.window_size))) * splits.per_cta);
         if (keys == args.seqlen_k) return most;
     }
 }
@@ -109,12 +109,12 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
             const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
             if (slots == 0) continue;
             const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
-            const DecodeParts parts(args, args.seqlen_k, args.query_tiles);
-            const auto attending = static_cast<double>(of_sm * parts.per_cta * parts.warps);
+            const DecodeSplits splits(args, args.seqlen_k, args.query_tiles);
+            const auto attending = static_cast<double>(of_sm * splits.per_cta * splits.warps);
             const double share = of_sm * attends * std::max(1.0, 0.7 + 4.8 / attending),
                          scan = selects ? keys * 0.002 / warps : 0;
             const double time =
-                ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / std::min(cluster, parts.count));
+                ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / std::min(cluster, splits.count));
             if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
         }
     if (best_warps > 0) lay_out(args, head_dim, best_warps, best_cluster);

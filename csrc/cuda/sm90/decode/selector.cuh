@@ -5,7 +5,7 @@
 // largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
 // its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
-// parts (DecodeParts) through DSMEM, wherever they are.
+// splits (DecodeSplits) through DSMEM, wherever they are.
 #pragma once
 
 #include "cuda/kvcache/cache.cuh"
@@ -44,9 +44,9 @@ public:
         segment_ = decode_segment(share_, kWarps);
     }
 
-    // Selects, and writes the keys of this CTA's parts to `list`. Returns the number of selected keys in all CTAs. All
+    // Selects, and writes the keys of this CTA's splits to `list`. Returns the number of selected keys in all CTAs. All
     // threads of the cluster call.
-    __device__ int run(int* list, const DecodeParts& parts) {
+    __device__ int run(int* list, const DecodeSplits& splits) {
         for (int i = threadIdx.x; i < kDecodeDigits * kBins; i += kThreads) smem_.sums[i / kBins][i % kBins] = 0;
         if (cluster_ > 1) cluster_arrive();  // the others may add to the sums
         clear_copies();
@@ -67,7 +67,7 @@ public:
         compact();
         refuse_nan(found_nan_);
         cluster_barrier();
-        return read_list(list, parts);
+        return read_list(list, splits);
     }
 
     __device__ void cluster_barrier() const {
@@ -409,8 +409,8 @@ private:
         if (lane_id() == 0) smem_.segment_counts[warp_id()] = selected_before;
     }
 
-    // Fetches the keys of this CTA's parts from all segments. Returns the number of selected keys.
-    __device__ int read_list(int* list, const DecodeParts& parts) {
+    // Fetches the keys of this CTA's splits from all segments. Returns the number of selected keys.
+    __device__ int read_list(int* list, const DecodeSplits& splits) {
         const int segments = cluster_ * kWarps;
         if (warp_id() == 0) {
             constexpr int kOfLane = kDecodeSegments / 32;
@@ -434,7 +434,7 @@ private:
         }
         __syncthreads();
         const int total = smem_.segment_starts[kDecodeSegments];
-        const int share = parts.share(total) * parts.per_cta;
+        const int share = splits.share(total) * splits.per_cta;
         const int first = min(rank_ * share, total), own = min(share, total - first);
         for (int i = threadIdx.x; i < own; i += kThreads) {
             int segment = 0;  // the last one that starts at or before the key

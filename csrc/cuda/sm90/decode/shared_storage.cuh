@@ -21,7 +21,7 @@ struct alignas(128) DecodeSharedStorage {
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
     float warp_max[kDecodeMaxWarps][kDecodeTileRows], warp_sum[kDecodeMaxWarps][kDecodeTileRows];
-    // The results of each part, at the index of its first warps; the other CTAs read them.
+    // The results of each split, at the index of its first warps; the other CTAs read them.
     float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];
 };
 

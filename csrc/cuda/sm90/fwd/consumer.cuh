@@ -42,7 +42,7 @@ public:
 private:
     static constexpr int kKeys = Traits::kKeys, kWords = SharedStorage::kWords, kHeadDim = Traits::kHeadDim;
     static constexpr int kScoreFragments = kKeys / 8, kOutFragments = kHeadDim / 8;
-    static constexpr int kBiasParts = kKeys / SharedStorage::kBiasKeys;  // stages of a dense bias for an n_block
+    static constexpr int kBiasTiles = kKeys / SharedStorage::kBiasKeys;  // stages of a dense bias for an n_block
     using QueryTile = typename SharedStorage::QueryTile;
     using KeyTile = typename SharedStorage::KeyTile;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
@@ -164,13 +164,13 @@ private:
         if constexpr (kHoldsBias) {
             auto pipeline = bias_pipeline_;
 #pragma unroll
-            for (int part = 0; part < kBiasParts; ++part, pipeline.advance()) {
+            for (int i = 0; i < kBiasTiles; ++i, pipeline.advance()) {
                 pipeline.consumer_wait();
                 const BiasTile& tile = smem_.bias[warpgroup_][pipeline.stage()];
                 const uint32_t lane = tile.ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T);
 #pragma unroll
                 for (int col = 0; col < BiasTile::kCols; col += 16)
-                    BiasTile::load_a(bias_[(part * BiasTile::kCols + col) / 16], lane, 0, col);
+                    BiasTile::load_a(bias_[(i * BiasTile::kCols + col) / 16], lane, 0, col);
             }
         }
     }
@@ -178,7 +178,7 @@ private:
     __device__ __forceinline__ void release_bias() {
         if constexpr (kHoldsBias) {
 #pragma unroll
-            for (int part = 0; part < kBiasParts; ++part) release_bias_stage();
+            for (int i = 0; i < kBiasTiles; ++i) release_bias_stage();
         }
     }
     __device__ __forceinline__ void release_bias_stage() {
@@ -322,12 +322,12 @@ private:
         if constexpr (kHoldsBias) {
             scale_and_add_bias<T>(scores, scale, bias_);
         } else {
-            constexpr int kPartFragments = SharedStorage::kBiasKeys / 8;
+            constexpr int kTileFragments = SharedStorage::kBiasKeys / 8;
 #pragma unroll
-            for (int part = 0; part < kBiasParts; ++part) {
+            for (int i = 0; i < kBiasTiles; ++i) {
                 bias_pipeline_.consumer_wait();
-                auto& part_scores = reinterpret_cast<float (&)[1][kPartFragments][4]>(scores[0][part * kPartFragments]);
-                scale_and_add_bias<T, 1>(part_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_,
+                auto& tile_scores = reinterpret_cast<float (&)[1][kTileFragments][4]>(scores[0][i * kTileFragments]);
+                scale_and_add_bias<T, 1>(tile_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_,
                                          0);
                 release_bias_stage();
             }

@@ -44,9 +44,9 @@ bool is_near_cache(const FwdArgs& p) {
 // The largest divisor of the number of (head, batch) pairs whose K and V take at most half of the L2 cache.
 int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
     const int64_t kv_heads = current_device().l2_bytes / 2 / kv_head_bytes(p);
-    int64_t section = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
-    while (pairs % section != 0) --section;
-    return section;
+    int64_t swizzle = std::clamp<int64_t>(kv_heads * (p.heads / p.kv_heads), 1, pairs);
+    while (pairs % swizzle != 0) --swizzle;
+    return swizzle;
 }
 
 }  // namespace
@@ -90,13 +90,13 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers,
     const bool is_persistent =
         uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p));
     const int64_t pairs = heads * p.batch;
-    int64_t section = scheduler.batch_first ? p.batch : 1;
+    int64_t swizzle = scheduler.batch_first ? p.batch : 1;
     if (is_persistent && !uniform) {
-        section = pairs;  // lengths change evenly from the first work tile to the last
+        swizzle = pairs;  // lengths change evenly from the first work tile to the last
     } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
-        section = pairs_in_cache(p, pairs);
+        swizzle = pairs_in_cache(p, pairs);
     }
-    scheduler.section = FastDivmod(section);
+    scheduler.swizzle = FastDivmod(swizzle);
     const unsigned num_sms = current_device().num_sms;
     grid.num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
     return grid;

@@ -39,7 +39,7 @@ struct FwdTensorMaps {
     CUtensorMap query, key, value, bias;
 };
 
-// Each entry starts one barrier per MMA warpgroup, but for kNextWorkTile.
+// Entries that end in WG1 start one barrier per MMA warpgroup.
 template <int kConsumerWarpgroups>
 struct FwdNamedBarriers {
     enum : int {

@@ -1,9 +1,9 @@
 // The tile scheduler of the forward: which work tiles, (m_block, head, batch), a CTA processes, and in which order.
 //
-// The (head, batch) pairs are divided into sections. Within a section the m_block varies slowest, the last one first:
-// under causality it is the longest, so the work tiles of a section run longest first. Sections run one after another,
-// so that L2 holds the K and V of the section in progress. A persistent grid has one section, unless work tiles are
-// uniform.
+// Longest first (LPT) with an L2 swizzle, as in FlashAttention-3: the (head, batch) pairs are divided into groups of
+// `swizzle`. Within a group the m_block varies slowest, the last one first: under causality it is the longest. Groups
+// run one after another, so that L2 holds the K and V of the group in progress. A persistent grid has one group, unless
+// work tiles are uniform.
 //
 // Static persistent CTAs process work tiles in rounds. CTA i has the i-th work tile of a round, and the i-th from the
 // end of the next: since lengths change evenly, all CTAs have about as much work.
@@ -32,8 +32,8 @@ public:
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);
-        const int in_section = rest.pop(scheduler.section), m_block = rest.pop(scheduler.num_m_blocks);
-        FlatIndex pair(rest.rest * scheduler.section.value + in_section);
+        const int in_group = rest.pop(scheduler.swizzle), m_block = rest.pop(scheduler.num_m_blocks);
+        FlatIndex pair(rest.rest * scheduler.swizzle.value + in_group);
         const int inner = pair.pop(scheduler.inner), outer = static_cast<int>(pair.rest);
         head = scheduler.batch_first ? outer : inner;
         first_row = (static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block) * rows;

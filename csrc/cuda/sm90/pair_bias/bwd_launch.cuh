@@ -28,7 +28,7 @@ void launch_pair_bias_dq_dbias(const BwdArgs& p, cudaStream_t stream) {
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
     kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
     FLASH_CUDA_CHECK(cudaGetLastError());
-    if (p.dbias_parts == nullptr) return;
+    if (p.dbias_partials == nullptr) return;
     constexpr int kColTiles = Traits::kAllNBlocks * 64 / kPairBiasDbiasCols;
     pair_bias_dbias_kernel<Traits><<<grid_of(p.dbias_tiles * kColTiles), 128, 0, stream>>>(p);
     FLASH_CUDA_CHECK(cudaGetLastError());

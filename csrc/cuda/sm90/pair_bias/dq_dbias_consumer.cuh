@@ -155,12 +155,12 @@ private:
             const float* x = dquery_[0][n];
             smem_.dquery[owner][warpgroup_][n][threadIdx.x % kWarpgroupThreads] = {x[0], x[1], x[2], x[3]};
         }
-        if (warpgroup_ != owner) named_barrier_arrive(kDqueryPartialWG1 + owner, 256);
+        if (warpgroup_ != owner) named_barrier_arrive(PairBiasDqDbiasNamedBarriers::kDqueryPartialWG1 + owner, 256);
     }
     __device__ __forceinline__ void store_dq(int batch) {
         const int owner = batch & 1;
         if (warpgroup_ != owner) return;
-        named_barrier_sync(kDqueryPartialWG1 + owner, 256);
+        named_barrier_sync(PairBiasDqDbiasNamedBarriers::kDqueryPartialWG1 + owner, 256);
         Accumulator sum;
 #pragma unroll
         for (int n = 0; n < kDimFragments; ++n) {
@@ -176,10 +176,10 @@ private:
     }
 
     __device__ __forceinline__ void store_dbias() const {
-        if (p_.dbias_parts == nullptr) return;
+        if (p_.dbias_partials == nullptr) return;
         const int64_t head = work_tile_.bias_batch * p_.heads + work_tile_.head;
         const int64_t m_block = head * schedule_.num_blocks + work_tile_.block;
-        float* to = pair_bias_dbias_part<Traits>(p_, work_tile_.split, m_block, first_n_block());
+        float* to = pair_bias_dbias_partial<Traits>(p_, work_tile_.split, m_block, first_n_block());
 #pragma unroll
         for (int i = 0; i < kNBlocks; ++i)
 #pragma unroll

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(128) pair_bias_dbias_kernel(const __grid_const
     float sum[1][kFragments][4] = {};
 #pragma unroll 4
     for (int split = 0; split < p.dbias_splits; ++split) {
-        const float* from = pair_bias_dbias_part<Traits>(p, split, m_block, col / 64);
+        const float* from = pair_bias_dbias_partial<Traits>(p, split, m_block, col / 64);
 #pragma unroll
         for (int n = 0; n < kFragments; ++n) {
             const float4 x = reinterpret_cast<const float4*>(from)[(col % 64 / 8 + n) * 128 + threadIdx.x];

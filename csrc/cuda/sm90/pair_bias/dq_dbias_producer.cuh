@@ -71,8 +71,9 @@ enum PairBiasDqDbiasNamedBarriers : int {
 
 // A partial dbias in the workspace: [splits, biases, heads, m_blocks, n_blocks, 64 x 64 in the order of registers].
 template <typename Traits>
-__device__ __forceinline__ float* pair_bias_dbias_part(const BwdArgs& p, int64_t split, int64_t m_block, int n_block) {
-    return p.dbias_parts +
+__device__ __forceinline__ float* pair_bias_dbias_partial(const BwdArgs& p, int64_t split, int64_t m_block,
+                                                          int n_block) {
+    return p.dbias_partials +
            ((split * p.dbias_tiles + m_block) * Traits::kAllNBlocks + n_block) * kPairBiasDbiasBlockSize;
 }
 

@@ -23,7 +23,7 @@ public:
 
     __device__ GroupedSparseBwdConsumer(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem)
         : p_(p), scale_(scale), smem_(smem), warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1),
-          layout_(warpgroup_), warp_key_(AtomLayout::warp_key()), key_pipeline_(smem.key_pipeline),
+          tiled_mma_(warpgroup_), warp_key_(TiledMma::warp_key()), key_pipeline_(smem.key_pipeline),
           value_pipeline_(smem.value_pipeline), query_pipeline_(smem.query_pipeline),
           dout_pipeline_(smem.dout_pipeline), scores_pipeline_(smem.scores_pipeline) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
@@ -63,12 +63,14 @@ private:
     static constexpr int kDqStride = Traits::kStagesDq ? 32 : 128;
     using RowsTile = typename Traits::RowsTile;
     using ScoresTile = typename Traits::ScoresTile;
-    using AtomLayout = MmaAtomLayout<Traits>;
-    using ScoresFragment = typename AtomLayout::ScoresFragment;
-    using ScoresOperand = typename AtomLayout::ScoresOperand;
-    using DkvFragment = typename AtomLayout::DkvFragment;
-    using DqFragment = typename AtomLayout::DqFragment;
+    using TiledMma = BwdTiledMma<Traits>;
+    using ScoresFragment = typename TiledMma::ScoresFragment;
+    using ScoresOperand = typename TiledMma::ScoresOperand;
+    using DkvFragment = typename TiledMma::DkvFragment;
+    using DqFragment = typename TiledMma::DqFragment;
     using VisibleRowBits = typename KeyFragment<kBias>::VisibleRowBits;
+
+    __device__ void sync_consumers() const { named_barrier_sync(BwdNamedBarriers::kConsumers, kThreads); }
 
     // kRows rows of one head with the n_block: S and dP, then P and dS, then dV, dQ and dK.
     __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
@@ -76,10 +78,10 @@ private:
         query_pipeline_.consumer_wait();
         const bool has_empty_rows = any_of(row_info().has_empty_rows);
         if (has_empty_rows) zero_empty_rows(query());
-        layout_.gemm_scores(scores, smem_.key, query());
+        tiled_mma_.gemm_scores(scores, smem_.key, query());
         dout_pipeline_.consumer_wait();
         if (has_empty_rows) zero_empty_rows(dout());
-        layout_.gemm_scores(dprobs, smem_.value, dout());
+        tiled_mma_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dkv<2>(i > 0);
         VisibleRowBits visible_rows[kScoreRows / 32];
         load_visible_rows(visible_rows, i);
@@ -102,13 +104,13 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             int i) {
-        layout_.gemm_dkv(dv_, probs, dout());
+        tiled_mma_.gemm_dkv(dv_, probs, dout());
         store_scores(dscores_tile(), dscores);
         fence_proxy_async();
-        named_barrier_sync(kConsumersBarrier, kThreads);  // dS is complete, and the previous one has been read
+        sync_consumers();  // dS is complete, and the previous one has been read
         DqFragment dq;
-        layout_.gemm_dq(dq, dscores_tile(), smem_.key);
-        layout_.gemm_dkv(dk_, dscores, query());
+        tiled_mma_.gemm_dq(dq, dscores_tile(), smem_.key);
+        tiled_mma_.gemm_dkv(dk_, dscores, query());
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
@@ -130,11 +132,11 @@ private:
         store_scores(probs_tile(), probs);
         store_scores(dscores_tile(), dscores);
         fence_proxy_async();
-        named_barrier_sync(kConsumersBarrier, kThreads);  // P and dS are complete
+        sync_consumers();  // P and dS are complete
         DqFragment dq;
-        layout_.gemm_dq(dq, dscores_tile(), smem_.key);
-        layout_.gemm_dkv(dv_, probs_tile(), dout());
-        layout_.gemm_dkv(dk_, dscores_tile(), query());
+        tiled_mma_.gemm_dq(dq, dscores_tile(), smem_.key);
+        tiled_mma_.gemm_dkv(dv_, probs_tile(), dout());
+        tiled_mma_.gemm_dkv(dk_, dscores_tile(), query());
         wgmma_wait_group<2>();  // dQ
         warpgroup_fence_operand(dq);
         if (i == num_steps_ - 1) release_key();
@@ -169,12 +171,12 @@ private:
     __device__ __forceinline__ void zero_empty_rows(RowsTile& rows) const {
         zero_rows<kRows, kWarpgroupThreads>(rows, 0, threadIdx.x % kWarpgroupThreads,
                                             [&](int r) { return row_info().lse[r] == kInfinity; });
-        named_barrier_sync(kWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+        named_barrier_sync(BwdNamedBarriers::kWarpgroupSyncWG1 + warpgroup_, kWarpgroupThreads);
     }
 
     // stmatrix transposes to rows x keys.
     __device__ __forceinline__ void store_scores(ScoresTile& tile, const ScoresOperand& scores) const {
-        const int row = layout_.first_row() + lane_id() % 8 + lane_id() / 16 * 8,
+        const int row = tiled_mma_.first_row() + lane_id() % 8 + lane_id() / 16 * 8,
                   chunk = warp_key_ / 8 + lane_id() / 8 % 2;
         const uint32_t to = smem_address(tile.data + ScoresTile::offset(row, chunk));
 #pragma unroll
@@ -183,14 +185,14 @@ private:
     }
 
     __device__ __forceinline__ void load_visible_rows(VisibleRowBits (&visible_rows)[kScoreRows / 32], int step) const {
-        const int first_word = (smem_.work_tile().template row_of<kRows>(step) + layout_.first_row()) / 32;
+        const int first_word = (smem_.work_tile().template row_of<kRows>(step) + tiled_mma_.first_row()) / 32;
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w) keys_.load_visible_rows(smem_.keys, first_word + w, visible_rows[w]);
     }
     // S and dP to P and dS.
     __device__ __forceinline__ void compute_p_ds_gathered(ScoresFragment& s, ScoresFragment& dp,
                                                           const VisibleRowBits (&visible_rows)[kScoreRows / 32]) {
-        const float *lse = row_info().lse + layout_.first_row(), *delta = row_info().delta + layout_.first_row();
+        const float *lse = row_info().lse + tiled_mma_.first_row(), *delta = row_info().delta + tiled_mma_.first_row();
 #pragma unroll
         for (int w = 0; w < kScoreRows / 32; ++w)
             keys_.compute_p_ds_gathered(scale_, visible_rows[w], s, dp, w * 4, lse + w * 32, delta + w * 32);
@@ -201,7 +203,7 @@ private:
     __device__ __forceinline__ void add_dq(const DqFragment& dq, int step) const {
         float4* to = dq_accum(step);
         if constexpr (Traits::kStagesDq) {
-            layout_.tma_reduce_add_dq(dq, smem_.dq[warp_id() - 4], reinterpret_cast<float*>(to));
+            tiled_mma_.tma_reduce_add_dq(dq, smem_.dq[warp_id() - 4], reinterpret_cast<float*>(to));
         } else {
 #pragma unroll
             for (int n = 0; n < kDqFragments; ++n) reduce_add(reinterpret_cast<float*>(to + n * kDqStride), dq[0][n]);
@@ -212,7 +214,7 @@ private:
     __device__ __forceinline__ void add_dkv() {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const DkvAccum accum(p_, work_tile.s, work_tile.head / work_tile.qheads_per_kv, kHeadDim);
-        float *const dk = accum.dkey + layout_.first_col(), *const dv = accum.dvalue + layout_.first_col();
+        float *const dk = accum.dkey + tiled_mma_.first_col(), *const dv = accum.dvalue + tiled_mma_.first_col();
         if constexpr (Traits::kSharesKeys) {
             keys_.reduce_add_dkv(dv_, dv, accum.row_stride);
             keys_.reduce_add_dkv(dk_, dk, accum.row_stride);
@@ -230,15 +232,15 @@ private:
         const int num_splits = static_cast<int>(p_.list_splits);
         const bool is_leader = threadIdx.x == kWarpgroupThreads;
         __threadfence();
-        named_barrier_sync(kConsumersBarrier, kThreads);
+        sync_consumers();
         if (is_leader) smem_.is_last_split = atomicAdd(finished_splits(p_, slot_), 1) % num_splits == num_splits - 1;
-        named_barrier_sync(kConsumersBarrier, kThreads);
+        sync_consumers();
         if (!smem_.is_last_split) return;
         __threadfence();
         convert_dq();
         if (Traits::kStagesDq) fence_proxy_async_global();  // TMA adds to the zeros
         __threadfence();
-        named_barrier_sync(kConsumersBarrier, kThreads);
+        sync_consumers();
         if (is_leader)
             store_release(slot_epoch(p_, slot_), work_tile.group_index / static_cast<int>(p_.dquery_slots) + 1);
     }
@@ -267,14 +269,14 @@ private:
     }
     __device__ __forceinline__ void store_dq(const DqFragment& dq, int step) const {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
-        const int first_row = work_tile.first_row + work_tile.row_of<kRows>(step) + layout_.dq_row();
+        const int first_row = work_tile.first_row + work_tile.row_of<kRows>(step) + tiled_mma_.dq_row();
         T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work_tile.s, work_tile.head_of<kRows>(step)) +
-                layout_.dq_col();
+                tiled_mma_.dq_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + warp_id() % 4 * 16 + h * 8 + fragment_row();
             store_row(dq, h, scale_.scale, to + row * p_.dquery.row_stride,
-                      static_cast<int>(p_.head_dim) - layout_.dq_col(), row < work_tile.s.rows);
+                      static_cast<int>(p_.head_dim) - tiled_mma_.dq_col(), row < work_tile.s.rows);
         }
     }
 
@@ -282,7 +284,7 @@ private:
     const BwdScale& scale_;
     SharedStorage& smem_;
     const int warpgroup_;
-    const AtomLayout layout_;
+    const TiledMma tiled_mma_;
     const int warp_key_;  // the warp's first key of the n_block
     int slot_, num_steps_;
     float4* dq_accum_;

@@ -9,7 +9,7 @@
 
 #include "params.h"
 #include "cuda/plan.h"
-#include "cuda/sm90/bwd/mma_atom_layout.cuh"
+#include "cuda/sm90/bwd/tiled_mma.cuh"
 #include "cuda/sm90/bwd/workspace.cuh"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/arch/shared_storage.cuh"
@@ -89,7 +89,7 @@ struct GroupedSparseBwdSharedStorage {
     PipelineBarriers<1> key_pipeline, value_pipeline;
     PipelineBarriers<Traits::kStages> query_pipeline, dout_pipeline;
     PipelineBarriers<1> scores_pipeline;  // with shared keys; only its empty barrier is used
-    using DqStage = typename MmaAtomLayout<Traits>::DqStage;
+    using DqStage = typename BwdTiledMma<Traits>::DqStage;
     // Per warp.
     alignas(128) std::conditional_t<Traits::kStagesDq, DqStage[Traits::kConsumerWarpgroups * 4], Empty> dq;
 

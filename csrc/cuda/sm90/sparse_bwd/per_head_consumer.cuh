@@ -47,6 +47,8 @@ private:
     using ScoresOperand = uint32_t[kHalf / 16][4];
     using DimFragment = float[1][kHeadDim / 8][4];  // dK, dV: keys x head_dim; dQ: rows x head_dim
 
+    __device__ void sync_consumers() const { named_barrier_sync(BwdNamedBarriers::kConsumers, kThreads); }
+
     // One n_block. S and dP are computed in halves of the rows: all of them would not fit the registers beside dQ and
     // P.
     __device__ __forceinline__ void step(int n_block, int num_n_blocks, const DkvAccum& accum) {
@@ -66,7 +68,7 @@ private:
         compute_p_ds_gathered(scores[0], dprobs[0], 0);
         to_a_operand<T>(scores[0], probs[0]);
         to_a_operand<T>(dprobs[0], dscores);
-        if (n_block > 0) named_barrier_sync(kDscoresReadBarrier + warpgroup_, kThreads);
+        if (n_block > 0) named_barrier_sync(BwdNamedBarriers::kDscoresReadWG1 + warpgroup_, kThreads);
         store_dscores(dscores, 0);
         gemm_scores(dprobs[1], value(), smem_.dout, 1);
         wgmma_wait_group<0>();
@@ -84,12 +86,13 @@ private:
         DimFragment dv, dk;
         auto& stages = smem_.dkv[warp_id() - 4];
         gemm_dv(dv, probs);
-        named_barrier_sync(kConsumersBarrier, kThreads);  // each warpgroup's dQ needs dS of all keys
+        sync_consumers();  // each warpgroup's dQ needs dS of all keys
         gemm_dq();
         wgmma_wait_group<0>();
         warpgroup_fence_operand(dv);
         warpgroup_fence_operand(dq_);
-        if (n_block + 1 < num_n_blocks) named_barrier_arrive(kDscoresReadBarrier + (warpgroup_ ^ 1), kThreads);
+        if (n_block + 1 < num_n_blocks)
+            named_barrier_arrive(BwdNamedBarriers::kDscoresReadWG1 + (warpgroup_ ^ 1), kThreads);
         key_pipeline_.consumer_release();
         key_pipeline_.advance();
         keys_.tma_reduce_add_dkv(dv, accum.dvalue, accum.row_stride, stages, dkv_stage_);
@@ -108,7 +111,7 @@ private:
         const auto is_empty = [&](int r) { return smem_.lse[r] == kInfinity; };
         zero_rows<kRows, kThreads>(smem_.query, 0, static_cast<int>(threadIdx.x) - kWarpgroupThreads, is_empty);
         zero_rows<kRows, kThreads>(smem_.dout, 0, static_cast<int>(threadIdx.x) - kWarpgroupThreads, is_empty);
-        named_barrier_sync(kConsumersBarrier, kThreads);
+        sync_consumers();
     }
 
     // The GEMMs clear accumulators that they overwrite: else the registers would stay live from the previous n_block

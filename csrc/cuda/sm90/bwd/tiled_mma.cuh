@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda::sm90 {
 // Traits: a BwdMmaTraits, which defines how the warpgroups split each GEMM. A GEMM returns while its wgmma group is in
 // flight.
 template <typename Traits>
-class MmaAtomLayout {
+class BwdTiledMma {
     using T = typename Traits::T;
     using RowsTile = typename Traits::RowsTile;      // Q, dO: rows x head_dim
     using KeysTile = typename Traits::KeysTile;      // K, V: keys x head_dim
@@ -25,7 +25,7 @@ public:
     using DqFragment = float[1][Traits::kDqCols / 8][4];         // rows x columns
     using DqStage = float4[Traits::kDqCols / 8][32];             // of one warp, in shared memory
 
-    __device__ explicit MmaAtomLayout(int warpgroup) : warpgroup_(warpgroup) {}
+    __device__ explicit BwdTiledMma(int warpgroup) : warpgroup_(warpgroup) {}
 
     // The warp's first key of the n_block: a warp holds 16 keys of S, dP, dK and dV.
     static __device__ int warp_key() { return (Traits::kSharesKeys ? warp_id() % 4 : warp_id() - 4) * 16; }

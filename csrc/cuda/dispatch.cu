@@ -126,11 +126,13 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     const int64_t rows = plan.delta_rows;
     args.delta = {plan.delta.in<float>(workspace), p.cu_seqlens_q == nullptr ? p.heads * rows : 0, rows};
     args.dquery_accum = plan.dquery_accum.in<float>(workspace);
-    args.dquery_semaphore = plan.dquery_semaphore.in<int32_t>(workspace);
-    args.dbias_partials = plan.dbias_partials.in<float>(workspace);
-    args.dkv_accum = plan.dkv_accum.in<float>(workspace);
-    args.dbias_accum = plan.dbias_accum.in<float>(workspace);
+    args.dquery_semaphores = plan.dquery_semaphores.in<int32_t>(workspace);
+    args.dquery_slot_states = plan.dquery_slot_states.in<DquerySlotState>(workspace);
+    args.tile_count_semaphore = plan.tile_count_semaphore.in<int32_t>(workspace);
     args.progress_counters = plan.progress_counters.in<int32_t>(workspace);
+    args.dbias_partials = plan.dbias_partials.in<float>(workspace);
+    args.dbias_accum = plan.dbias_accum.in<float>(workspace);
+    args.dkv_accum = plan.dkv_accum.in<float>(workspace);
     args.relative_bias_entries = p.relative_bias.size();
     args.drelative_bias_exact = plan.drelative_bias_exact.in<ExactSum>(workspace);
     args.visible_distances = plan.visible_distances.in<DistanceRange>(workspace);

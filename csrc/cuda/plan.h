@@ -110,14 +110,21 @@ struct BwdTiling {
     int64_t dbias_accum_size = 0;  // elements of a dense bias that heads or batch elements share, else 0
 };
 
+// A slot of dquery_accum, over lists with list_splits.
+struct DquerySlotState {
+    int32_t finished_splits;  // since the workspace was zeroed
+    int32_t epoch;            // how often the slot has been emptied
+};
+
 struct BwdPlan : BwdTiling, WorkspaceLayout {
     BwdLauncher launch;               // empty where the batch or the heads are 0
     bool preprocess_delta = true;     // false: the main kernel computes D_i
     bool adds_drelative_bias = true;  // false: the main kernel writes the gradient of a dense float32 bias
     int64_t delta_rows = 0;           // rows of one head; with variable length, of all sequences
     int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that are zeroed before the launch
-    WorkspaceBuffer dquery_accum, dquery_semaphore, dbias_partials, dkv_accum, dbias_accum,
-        progress_counters;                 // BwdArgs
+    // BwdArgs:
+    WorkspaceBuffer dquery_accum, dquery_semaphores, dquery_slot_states, tile_count_semaphore, progress_counters;
+    WorkspaceBuffer dbias_partials, dbias_accum, dkv_accum;
     WorkspaceBuffer drelative_bias_exact;  // BwdArgs; zeroed before the launch
     WorkspaceBuffer visible_distances;     // BwdArgs
     WorkspaceBuffer delta;                 // BwdParams
@@ -128,14 +135,16 @@ struct BwdArgs : BwdParams, BwdTiling {
     // dQ, float32, in the order of the accumulator registers: [{B} H, dquery_m_blocks, rows of an m_block * D rounded
     // up], where num_launches > 1 for the heads of one launch; or with list_splits [dquery_slots, H / Hkv, the same].
     float* dquery_accum;
-    // sm90: the tile count semaphore, then with deterministic those of dQ (sm90/bwd/workspace.cuh); with list_splits the
-    // state of each slot. sm80, deterministic only: one for each dQ tile, then the tile count semaphore.
-    int32_t* dquery_semaphore;
-    float* dbias_partials;  // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
-    float* dkv_accum;       // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
-    float* dbias_accum;     // lists: in the bias's shape, [dbias_accum_size]
-    // Lists, deterministic: [B, H, m_blocks], and the tile count semaphore; kSerialReduce: [work tiles].
+    // Deterministic, not over lists: for each tile of dquery_accum, on sm90 and MMA warpgroup, which n_block may add next
+    // (sm90: 1 + the last one that has added, or 0).
+    int32_t* dquery_semaphores;
+    DquerySlotState* dquery_slot_states;  // with list_splits: [dquery_slots]
+    int32_t* tile_count_semaphore;        // [1]: the tile scheduler's counter; null: static
+    // Lists, deterministic: [B, H, m_blocks]; kSerialReduce: [work tiles].
     int32_t* progress_counters;
+    float* dbias_partials;           // [dbias_splits, dbias_tiles, elements of a tile], where kAtomic or split
+    float* dkv_accum;                // lists: dkey, then dvalue, unscaled, [dkv_rows, Hkv, dkv_cols] each
+    float* dbias_accum;              // lists: in the bias's shape, [dbias_accum_size]
     int64_t relative_bias_entries;   // of one batch element and head
     ExactSum* drelative_bias_exact;  // deterministic: in the shape of drelative_bias; else null
     // [{B|1}, {H|Hkv|1}] as relative_bias; null: no distance is known to be masked.

@@ -254,13 +254,13 @@ private:
                                                 DqB(address_of(smem_.key), lane_offset(kDqB)));
         const int64_t dq_tile = dquery_tile<Traits::kRows>(p_, sequence(), step.head, step.m_block);
         float* to = p_.dquery_accum + dq_tile * Traits::kRows * Traits::kHeadDim + threadIdx.x * 4;
-        if (p_.deterministic) dq_semaphore_wait(p_.dquery_semaphore + dq_tile, cta_.n_block);
+        if (p_.deterministic) dq_semaphore_wait(p_.dquery_semaphores + dq_tile, cta_.n_block);
 #pragma unroll
         for (int m = 0; m < Traits::kDqM; ++m)
 #pragma unroll
             for (int n = 0; n < Traits::kDqN; ++n)
                 reduce_add(to + (m * Traits::kDqN + n) * Traits::kThreads * 4, dquery[m][n]);
-        if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphore + dq_tile);
+        if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphores + dq_tile);
     }
 
     __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.radius == 0; }
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     int n_block, kv_head, batch;
     if (p.deterministic) {
         // Work indices rise with n_block, so a CTA waits only for CTAs that have started.
-        if (threadIdx.x == 0) smem.work_index = atomicAdd(p.dquery_semaphore + total_dquery_m_blocks(p, p), 1);
+        if (threadIdx.x == 0) smem.work_index = atomicAdd(p.tile_count_semaphore, 1);
         __syncthreads();
         kv_head = smem.work_index % kv_heads;
         batch = smem.work_index / kv_heads % batches;

@@ -125,7 +125,10 @@ void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoi
     plan.dquery_m_blocks = count_dquery_m_blocks(p, tile.rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.allocate<float>(num_m_blocks * tile.rows * kernel.head_dim);
-    if (p.deterministic) plan.dquery_semaphore = plan.allocate<int32_t>(num_m_blocks + 1);
+    if (p.deterministic) {
+        plan.dquery_semaphores = plan.allocate<int32_t>(num_m_blocks);
+        plan.tile_count_semaphore = plan.allocate<int32_t>(1);
+    }
     plan.zeroed_bytes = plan.workspace_bytes;
     if (p.bias.kind != BiasKind::kDense || !p.dbias.present()) return;
     plan.dbias_partials = plan.allocate<float>(plan_dense_dbias(p, kernel, choice, plan));
@@ -149,7 +152,10 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdTileCho
             (p.cu_seqlens_q != nullptr ? p.total_q : p.dbias.batches * p.seqlen_q) * p.dbias.heads * p.seqlen_k;
     plan.dbias_accum = plan.allocate<float>(plan.dbias_accum_size);
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, std::min<int64_t>(m_block_rows, p.lists.m_block_rows));
-    if (p.deterministic) plan.progress_counters = plan.allocate<int32_t>(p.batch * p.heads * num_m_blocks + 1);
+    if (p.deterministic) {
+        plan.progress_counters = plan.allocate<int32_t>(p.batch * p.heads * num_m_blocks);
+        plan.tile_count_semaphore = plan.allocate<int32_t>(1);
+    }
     plan.zeroed_bytes = plan.workspace_bytes;
 }
 

@@ -458,10 +458,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(shared_memory);
     if (threadIdx.x == 0) {
         // Work indices rise along a chain, so a CTA waits only for CTAs that have started.
-        const GatherBwdTileScheduler scheduler(p, Traits::kRows);
-        const unsigned index = p.deterministic
-                                   ? atomicAdd(p.progress_counters + scheduler.chains * scheduler.chain_length(), 1)
-                                   : blockIdx.x;
+        const unsigned index = p.deterministic ? atomicAdd(p.tile_count_semaphore, 1) : blockIdx.x;
         smem.work_tile = GatherBwdWorkTile(p, Traits::kRows, index);
     }
     __syncthreads();

@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
     if (threadIdx.x == 0) {
-        if (uses_tile_count_semaphore(p))
-            smem.work_index = atomicAdd(tile_count_semaphore(p), 1) -
+        if (p.tile_count_semaphore != nullptr)
+            smem.work_index = atomicAdd(p.tile_count_semaphore, 1) -
                               range.first * ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
         smem.init_pipelines();
     }
     __syncthreads();
     const auto work_tile =
-        get_work_tile<Traits>(p, range, uses_tile_count_semaphore(p) ? smem.work_index : static_cast<int>(blockIdx.x));
+        get_work_tile<Traits>(p, range, p.tile_count_semaphore != nullptr ? smem.work_index : static_cast<int>(blockIdx.x));
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);

@@ -98,7 +98,8 @@ void plan_grouped(const BwdParams& p, int head_dim, BwdPlan& plan) {
     // Twice as many slots as m_blocks in progress, so that no CTA waits for the last split of another m_block.
     plan.dquery_slots = std::min(2 * ceil_div<int64_t>(device.num_sms, plan.list_splits), num_m_blocks);
     plan.dquery_accum = plan.allocate<float>(plan.dquery_slots * block_size);
-    plan.dquery_semaphore = plan.allocate<int32_t>(1 + 2 * plan.dquery_slots);
+    plan.dquery_slot_states = plan.allocate<DquerySlotState>(plan.dquery_slots);
+    plan.tile_count_semaphore = plan.allocate<int32_t>(1);
 }
 
 // Over key lists dK and dV are summed in the workspace.
@@ -145,8 +146,10 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const int64_t launch_m_blocks = num_m_blocks * ceil_div(units, plan.num_launches) / units;
     plan.dquery_accum = plan.allocate<float>(launch_m_blocks * rows * kernel->head_dim);
     const bool is_serial = plan.dense_dbias == DenseDbias::kSerialReduce;
-    plan.dquery_semaphore = plan.allocate<int32_t>(count_dquery_semaphores(p.deterministic ? num_m_blocks : 0));
-    plan.progress_counters = plan.allocate<int32_t>(is_serial ? count_bwd_work_tiles(p, keys) : 0);
+    if (p.deterministic) plan.dquery_semaphores = plan.allocate<int32_t>(num_m_blocks * kBwdConsumerWarpgroups);
+    if (is_serial) plan.progress_counters = plan.allocate<int32_t>(count_bwd_work_tiles(p, keys));
+    // CTAs that take work tiles from a counter may wait for those of lower index: these have started.
+    if (p.deterministic || is_serial) plan.tile_count_semaphore = plan.allocate<int32_t>(1);
     plan.zeroed_bytes = plan.workspace_bytes;
     return true;
 }

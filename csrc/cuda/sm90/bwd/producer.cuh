@@ -194,7 +194,7 @@ private:
                 info.header.m_block = m_block;
                 const int64_t tile = dquery_tile<kRows>(p_, s, head, m_block);
                 info.dq_accum = p_.dquery_accum + tile * DqueryLayout<Traits>::kSize;
-                info.dq_semaphore = dquery_semaphore(p_, tile);
+                info.dq_semaphore = dquery_semaphores(p_, tile);
                 info.dq_semaphore_value = semaphore_value;
                 info.header.is_full_block = is_full;
                 if constexpr (is_relative(kBias)) info.relative_bias.gradient = RelativeBiasGradient(p_, s, head);

@@ -1,4 +1,4 @@
-// The backward's workspace: the tile scheduler's counter, semaphores, and dQ in float32.
+// The backward's workspace: semaphores, and dQ in float32.
 #pragma once
 
 #include "cuda/common/dquery_tiles.cuh"
@@ -6,24 +6,15 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether the CTAs take work tiles from an atomic counter: every work tile of lower index has started, so that a CTA
-// may wait for it.
-__device__ __forceinline__ bool uses_tile_count_semaphore(const BwdArgs& p) {
-    return p.deterministic || p.dense_dbias == DenseDbias::kSerialReduce;
-}
-
 // The number of batch elements, of consecutive work tiles, that reduce the gradient of a dense bias serially, else 1.
 constexpr __host__ __device__ int64_t serial_group_size(const BwdArgs& p) {
     return p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;
 }
 
-// dquery_semaphore holds this counter, then, with deterministic=True, a semaphore for each tile of dquery_accum and MMA
-// warpgroup: 1 + the last n_block that has added to the tile, or 0.
-__device__ __forceinline__ int32_t* tile_count_semaphore(const BwdArgs& p) { return p.dquery_semaphore; }
-__device__ __forceinline__ int32_t* dquery_semaphore(const BwdArgs& p, int64_t tile) {
-    return p.dquery_semaphore + 1 + tile * kBwdConsumerWarpgroups;
+// The semaphores of a tile of dquery_accum, one for each MMA warpgroup.
+__device__ __forceinline__ int32_t* dquery_semaphores(const BwdArgs& p, int64_t tile) {
+    return p.dquery_semaphores + tile * kBwdConsumerWarpgroups;
 }
-constexpr int64_t count_dquery_semaphores(int64_t tiles) { return 1 + tiles * kBwdConsumerWarpgroups; }
 
 // Serial reduction of dbias: the progress of a work tile (dense_dbias.cuh).
 __device__ __forceinline__ int32_t* dbias_progress(const BwdArgs& p, int work_index) {

@@ -233,7 +233,8 @@ private:
         const bool is_leader = threadIdx.x == kWarpgroupThreads;
         __threadfence();
         sync_consumers();
-        if (is_leader) smem_.is_last_split = atomicAdd(finished_splits(p_, slot_), 1) % num_splits == num_splits - 1;
+        DquerySlotState& state = p_.dquery_slot_states[slot_];
+        if (is_leader) smem_.is_last_split = atomicAdd(&state.finished_splits, 1) % num_splits == num_splits - 1;
         sync_consumers();
         if (!smem_.is_last_split) return;
         __threadfence();
@@ -241,8 +242,7 @@ private:
         if (Traits::kStagesDq) fence_proxy_async_global();  // TMA adds to the zeros
         __threadfence();
         sync_consumers();
-        if (is_leader)
-            store_release(slot_epoch(p_, slot_), work_tile.group_index / static_cast<int>(p_.dquery_slots) + 1);
+        if (is_leader) store_release(&state.epoch, work_tile.group_index / static_cast<int>(p_.dquery_slots) + 1);
     }
     // Converts dQ of all steps and leaves zeros in the slot.
     __device__ __forceinline__ void convert_dq() const {

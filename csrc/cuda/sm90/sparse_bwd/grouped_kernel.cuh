@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& smem = *reinterpret_cast<GroupedSparseBwdSharedStorage<Traits>*>(raw_smem);
     if (threadIdx.x == 0) {
         // A CTA that waits for a slot has a higher index than those that empty it: they have started.
-        const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(tile_count_semaphore(p), 1));
+        const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(p.tile_count_semaphore, 1));
         smem.work_tile() = work_tile;
         int num_n_blocks = 0;
         if (!work_tile.is_empty()) {
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         smem.first_n_block = num_n_blocks * work_tile.split / num_splits;
         smem.end_n_block = num_n_blocks * (work_tile.split + 1) / num_splits;
         smem.init_pipelines();
-        while (load_acquire(slot_epoch(p, work_tile.group_index % slots)) < work_tile.group_index / slots) {}
+        const int32_t* const epoch = &p.dquery_slot_states[work_tile.group_index % slots].epoch;
+        while (load_acquire(epoch) < work_tile.group_index / slots) {}
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {

@@ -1,4 +1,4 @@
-// Shared memory of the grouped sparse backward, its work tile, and its semaphores.
+// Shared memory of the grouped sparse backward, and its work tile.
 //
 // The query heads of a GQA group share key lists (pack-GQA). A CTA owns an m_block of all of these heads and a split of
 // its list. For each n_block of the split the producer warpgroup gathers K and V; the MMA warpgroups then iterate over
@@ -107,12 +107,5 @@ struct GroupedSparseBwdSharedStorage {
         if (Traits::kSharesKeys) scores_pipeline.init(1, kConsumerWarps);
     }
 };
-
-// Behind the tile scheduler's counter dquery_semaphore holds for each slot the splits that have finished in it, and its
-// epoch: how often it has been emptied.
-__device__ __forceinline__ int32_t* finished_splits(const BwdArgs& p, int slot) {
-    return tile_count_semaphore(p) + 1 + 2 * slot;
-}
-__device__ __forceinline__ int32_t* slot_epoch(const BwdArgs& p, int slot) { return finished_splits(p, slot) + 1; }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -87,19 +87,19 @@ struct RelativeBiasView {
     const void* data = nullptr;  // [{B|1}, {H|Hkv|1}, size]
     int64_t batch_stride = 0;
     int64_t head_stride = 0;
-    int64_t batches = 1;  // B or 1
-    int64_t heads = 1;    // H, Hkv or 1
-    int64_t radius = 0;   // R; one dimension: size is 2 R + 1. Matrix: batch elements that share an entry, at least 1
-    int64_t grid_height = 0;  // h; 0: one dimension. Matrix: Sq
-    int64_t grid_width = 0;   // w; size is (2 h - 1) * (2 w - 1). Matrix: Sk
+    int64_t batches = 1;           // B or 1
+    int64_t heads = 1;             // H, Hkv or 1
+    int64_t radius = 0;            // R; one dimension: size is 2 R + 1
+    int64_t grid_height = 0;       // h; 0: one dimension. Matrix: Sq
+    int64_t grid_width = 0;        // w; size is (2 h - 1) * (2 w - 1). Matrix: Sk
+    int64_t batch_group_size = 0;  // matrix: as in ScoreView; 0: not a matrix
     // CUDA only: 2^40 / w, rounded up. A position divided by w is its product with this, shifted by 40 bits, exactly
     // while h * w * w < 2^40.
     uint64_t inverse_grid_width = 0;
 
     bool present() const { return data != nullptr; }
     bool has_grid() const { return grid_height > 0; }  // or is a matrix
-    bool is_matrix() const { return has_grid() && radius > 0; }
-    int64_t batch_group_size() const { return radius; }  // of a matrix
+    bool is_matrix() const { return batch_group_size > 0; }
     int64_t size() const {
         if (is_matrix()) return grid_height * grid_width;
         return has_grid() ? (2 * grid_height - 1) * (2 * grid_width - 1) : 2 * radius + 1;

@@ -196,9 +196,9 @@ inline RelativeBiasView relative_bias_view(const Tensor& bias) {
 // A dense float32 bias ({B|B/n|1}, heads, Sq, Sk) with contiguous entries; batch_group_size: n.
 inline RelativeBiasView bias_matrix_view(const Tensor& bias, int64_t batch_group_size) {
     RelativeBiasView view = entries_view(bias);
-    view.radius = batch_group_size;
     view.grid_height = bias.size(2);
     view.grid_width = bias.size(3);
+    view.batch_group_size = batch_group_size;
     return view;
 }
 

@@ -34,7 +34,7 @@ public:
     __device__ __forceinline__ RelativePosition(const RelativeBiasView& view, const Sequence& s)
         : grid_width_(static_cast<int>(view.grid_width)), inverse_grid_width_(view.inverse_grid_width) {
         const int radius = static_cast<int>(view.radius), width = grid_width_, height = view.grid_height;
-        is_matrix_ = kOrMatrix && width > 0 && radius > 0;  // view.is_matrix() in 32 bits
+        is_matrix_ = kOrMatrix && static_cast<int>(view.batch_group_size) > 0;  // view.is_matrix() in 32 bits
         if (is_matrix_) {
             origin_ = low_ = 0;
             high_ = height * width - 1;
@@ -69,7 +69,7 @@ private:
 template <bool kOrMatrix>
 __device__ __forceinline__ int64_t relative_bias_batch(const RelativeBiasView& view, int batch) {
     if (view.batches <= 1) return 0;
-    return kOrMatrix && view.grid_height > 0 && view.radius > 1 ? batch / static_cast<int>(view.radius) : batch;
+    return kOrMatrix && view.batch_group_size > 1 ? batch / static_cast<int>(view.batch_group_size) : batch;
 }
 
 // The entries of a batch element and query head; null without a relative bias.

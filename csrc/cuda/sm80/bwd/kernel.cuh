@@ -263,7 +263,7 @@ private:
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphores + dq_tile);
     }
 
-    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.radius == 0; }
+    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.batch_group_size == 0; }
     // Adds the gradient of relative_bias of one pass, except that of a grid. Overwrites dx. first_key: of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step,
                                                                float (&dx)[Traits::kScoreM][kPassN][4],

@@ -46,7 +46,7 @@ Params with_dense_bias(Params p) {
     p.bias.row_stride = matrix.grid_width;
     p.bias.col_stride = 1;
     p.bias.batches = matrix.batches;
-    p.bias.batch_group_size = matrix.batch_group_size();
+    p.bias.batch_group_size = matrix.batch_group_size;
     p.bias.heads = matrix.heads;
     p.bias.kind = BiasKind::kDense;
     p.bias.dtype = DataType::kFloat32;

@@ -46,7 +46,6 @@ SM80_FWD = "(const FwdArgs&, const FwdTileChoice&, cudaStream_t)"
 SM80_BWD = "(const BwdArgs&, const BwdTileChoice&, cudaStream_t)"
 SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
-SM90_DECODE = "(const DecodeArgs&, cudaStream_t, int*)"
 
 # The slowest to compile come first, so that the build does not end with one of them.
 GROUPS = (
@@ -89,7 +88,10 @@ GROUPS = (
         "sm90",
         "decode",
         headers=("decode/launch.cuh",),
-        functions=(f"run_decode<T, D>{SM90_DECODE}",),
+        functions=(
+            "run_decode<T, D>(const DecodeArgs&, cudaStream_t)",
+            "max_active_decode_clusters<T, D>(int*, const DecodeArgs&)",
+        ),
     ),
     Group(
         "sm80",

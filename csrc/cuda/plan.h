@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 
+#include "cuda/common/workspace.h"
 #include "params.h"
 
 namespace flash_dmattn::cuda {
@@ -26,31 +27,6 @@ inline int64_t relative_bias_elements(const AttentionParams& p) {
     const RelativeBiasView& view = p.relative_bias;
     return view.batches * view.heads * view.size();
 }
-
-// One buffer of the workspace.
-struct WorkspaceBuffer {
-    int64_t offset = 0;  // in bytes
-    int64_t bytes = 0;
-
-    // Null where the buffer is empty.
-    template <typename X>
-    X* in(void* workspace) const {
-        return bytes == 0 ? nullptr : reinterpret_cast<X*>(static_cast<char*>(workspace) + offset);
-    }
-};
-
-// A call has one workspace. Its buffers are adjacent, each aligned as PyTorch's allocator aligns the whole.
-struct WorkspaceLayout {
-    static constexpr int64_t kAlign = 256;
-    int64_t workspace_bytes = 0;
-
-    template <typename X>
-    WorkspaceBuffer allocate(int64_t count) {
-        const WorkspaceBuffer part{workspace_bytes, count * static_cast<int64_t>(sizeof(X))};
-        workspace_bytes += (part.bytes + kAlign - 1) / kAlign * kAlign;
-        return part;
-    }
-};
 
 struct DistanceRange;
 struct ExactSum;

@@ -185,13 +185,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
     const c10::cuda::CUDAGuard guard(mask.device());
     const auto [bits, tiles] = pack(p, mask);
     const KeyListsPlan plan = plan_key_lists(p);
-    const Tensor scratch = workspace(plan.scratch_bytes, mask);
+    const Tensor memory = workspace(plan.workspace_bytes, mask);
     const int64_t capacity = room_for_short_lists(p, plan);
     const KeyListTensors lists =
         empty_key_lists(mask, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    key_list_offsets_cuda(p, plan, percent, address(scratch), lists.begins(), lists.ends(), capacity, nullptr,
+    key_list_offsets_cuda(p, plan, percent, address(memory), lists.begins(), lists.ends(), capacity, nullptr,
                           current_stream());
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
+    key_list_fill_cuda(p, plan, address(memory), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
                        lists.row_words(), current_stream());
     return {bits, tiles, lists.kv_indices, lists.kv_indptr, lists.kv_row_bits};
 }
@@ -217,17 +217,17 @@ std::tuple<Tensor, Tensor, Tensor> build_counted_lists(AttentionParams p, const 
     }
     const cudaStream_t stream = current_stream();
     const auto packed = p.mask.present() ? pack(p, source) : std::tuple<Tensor, Tensor>();
-    const Tensor scratch = workspace(plan.scratch_bytes, source);
+    const Tensor memory = workspace(plan.workspace_bytes, source);
     const Tensor total = at::empty({1}, source.options().dtype(at::kLong));
     const KeyListTensors offsets =
         empty_key_lists(source, 0, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
-    key_list_offsets_cuda(p, plan, std::nullopt, address(scratch), offsets.begins(), offsets.ends(),
+    key_list_offsets_cuda(p, plan, std::nullopt, address(memory), offsets.begins(), offsets.ends(),
                           std::numeric_limits<int64_t>::max(), total.data_ptr<int64_t>(), stream);
     const int64_t capacity = total.item<int64_t>();
     KeyListTensors lists =
         empty_key_lists(source, capacity, plan.batches, plan.heads, plan.num_m_blocks, plan.has_rows);
     lists.kv_indptr = offsets.kv_indptr;
-    key_list_fill_cuda(p, plan, address(scratch), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
+    key_list_fill_cuda(p, plan, address(memory), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
                        lists.row_words(), stream);
     return lists.tensors();
 }
@@ -265,7 +265,7 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                     : at::empty({2, p.bias.batches, p.bias.heads, p.keys}, ints);
     if (intervals.numel() == 0) return intervals;
     const IntervalSelectPlan plan = plan_select_intervals(p);
-    const Tensor memory = workspace(plan.scratch_bytes, bias);
+    const Tensor memory = workspace(plan.workspace_bytes, bias);
     select_intervals_cuda(p, plan, address(memory), intervals.data_ptr<int32_t>(), current_stream());
     return intervals;
 }

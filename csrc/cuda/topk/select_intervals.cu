@@ -309,42 +309,25 @@ bool sorts_64_bits(const Sequences& all, DataType dtype) {
     return bits_of_rank(dtype) + bits_for(sequences_of(all)) > 32;
 }
 
-// Parts of the scratch memory, each aligned to 256 bytes.
-struct Scratch {
-    int64_t keys[2], values[2], counts, sort, bytes = 0;
-
-    Scratch(const Sequences& all, DataType dtype, int64_t positions, int64_t sort_bytes) {
-        const auto take = [&](int64_t size) {
-            const int64_t at = bytes;
-            bytes += ceil_div<int64_t>(size, 256) * 256;
-            return at;
-        };
-        for (int64_t& part : keys) part = take(positions * (sorts_64_bits(all, dtype) ? 8 : 4));
-        for (int64_t& part : values) part = take(positions * 4);
-        counts = take(chunks_of(all) * kChildren * sizeof(int32_t));
-        sort = take(sort_bytes);
-    }
-};
-
 // Sorts the positions ascending within each sequence.
 template <typename Key>
 DoubleBuffer<uint32_t> sort_positions(const Sequences& all, const BiasView& bias, int64_t positions,
-                                      const Scratch& parts, int64_t sort_bytes, char* scratch, cudaStream_t stream) {
-    DoubleBuffer<Key> keys{reinterpret_cast<Key*>(scratch + parts.keys[0]),
-                           reinterpret_cast<Key*>(scratch + parts.keys[1])};
-    DoubleBuffer<uint32_t> values{reinterpret_cast<uint32_t*>(scratch + parts.values[0]),
-                                  reinterpret_cast<uint32_t*>(scratch + parts.values[1])};
+                                      const IntervalSelectPlan& plan, void* workspace, cudaStream_t stream) {
+    DoubleBuffer<Key> keys{plan.sort_keys[0].in<Key>(workspace), plan.sort_keys[1].in<Key>(workspace)};
+    DoubleBuffer<uint32_t> values{plan.sort_values[0].in<uint32_t>(workspace),
+                                  plan.sort_values[1].in<uint32_t>(workspace)};
+    void* const memory = plan.sort_memory.in<void>(workspace);
     make_keys(all, bias, positions, keys.current, values.current, stream);
     const int rank_bits = bits_of_rank(bias.dtype), sequence_bits = bits_for(sequences_of(all));
     const bool apart = rank_bits == 64;
-    sort_pairs(scratch + parts.sort, sort_bytes, keys, values, positions, rank_bits + (apart ? 0 : sequence_bits),
+    sort_pairs(memory, plan.sort_memory.bytes, keys, values, positions, rank_bits + (apart ? 0 : sequence_bits),
                stream);
     if (apart && sequence_bits > 0) {
         DoubleBuffer<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current),
                                          reinterpret_cast<uint32_t*>(keys.other)};
         number_sequences_kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, positions, values.current,
                                                                                sequences.current);
-        sort_pairs(scratch + parts.sort, sort_bytes, sequences, values, positions, sequence_bits, stream);
+        sort_pairs(memory, plan.sort_memory.bytes, sequences, values, positions, sequence_bits, stream);
     }
     return values;
 }
@@ -374,14 +357,17 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params) {
     plan.one_launch = max_keys <= kShortSequence && params.bias.dtype != DataType::kFloat64;
     if (plan.one_launch || positions == 0 || is_trivial(params, max_keys)) return plan;
     const bool wide = sorts_64_bits(all, params.bias.dtype);
-    plan.sort_bytes = wide ? sort_scratch_bytes_64(positions) : sort_scratch_bytes_32(positions);
-    if (params.bias.dtype == DataType::kFloat64)
-        plan.sort_bytes = std::max(plan.sort_bytes, sort_scratch_bytes_32(positions));
-    plan.scratch_bytes = Scratch(all, params.bias.dtype, positions, plan.sort_bytes).bytes;
+    int64_t sort_bytes = wide ? sort_memory_bytes_64(positions) : sort_memory_bytes_32(positions);
+    if (params.bias.dtype == DataType::kFloat64) sort_bytes = std::max(sort_bytes, sort_memory_bytes_32(positions));
+    for (WorkspaceBuffer& keys : plan.sort_keys)
+        keys = wide ? plan.allocate<uint64_t>(positions) : plan.allocate<uint32_t>(positions);
+    for (WorkspaceBuffer& values : plan.sort_values) values = plan.allocate<uint32_t>(positions);
+    plan.sort_memory = plan.allocate<char>(sort_bytes);
+    plan.counts = plan.allocate<int32_t>(chunks_of(all) * kChildren);
     return plan;
 }
 
-void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* scratch,
+void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* workspace,
                            int32_t* intervals, cudaStream_t stream) {
     using namespace cuda;
     const Sequences all(params, intervals);
@@ -399,17 +385,14 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
         return;
     }
 
-    const Scratch parts(all, params.bias.dtype, positions, plan.sort_bytes);
     const auto sort = sorts_64_bits(all, params.bias.dtype) ? sort_positions<uint64_t> : sort_positions<uint32_t>;
-    char* memory = static_cast<char*>(scratch);
-    DoubleBuffer<uint32_t> values = sort(all, params.bias, positions, parts, plan.sort_bytes, memory, stream);
+    DoubleBuffer<uint32_t> values = sort(all, params.bias, positions, plan, workspace, stream);
     const unsigned chunks = grid_of(chunks_of(all));
     const int chunk_bits = bits_for(kChunk);
     int node_bits = chunk_bits + bits_for(ceil_div<int64_t>(params.keys, kChunk));
     while (node_bits > chunk_bits) {
         const int child_bits = std::max(node_bits - kChildBits, chunk_bits);
-        const Round round{node_bits, child_bits, values.current, values.other,
-                          reinterpret_cast<int32_t*>(memory + parts.counts)};
+        const Round round{node_bits, child_bits, values.current, values.other, plan.counts.in<int32_t>(workspace)};
         count_arrivals_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
         partition_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
         std::swap(values.current, values.other);

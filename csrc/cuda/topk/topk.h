@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/workspace.h"
 #include "select_params.h"
 
 namespace flash_dmattn {
@@ -14,11 +15,11 @@ namespace flash_dmattn {
 constexpr int32_t kNeverEvicted = 1 << 30;
 
 // Many rows. Every dtype of DataType; up to 2^30 keys over all batch elements and heads.
-struct IntervalSelectPlan {
-    int64_t scratch_bytes = 0;  // may be 0; scratch is aligned to 256 bytes
-    int64_t sort_bytes = 0;     // the sort's part of scratch_bytes
-    bool by_chunks = false;     // several CTAs share a sequence
-    bool one_launch = false;    // a CTA selects a whole sequence
+struct IntervalSelectPlan : cuda::WorkspaceLayout {
+    bool by_chunks = false;   // several CTAs share a sequence
+    bool one_launch = false;  // a CTA selects a whole sequence
+    // Otherwise positions are sorted: the double buffers of the sort, its own memory, and the counts of a partition.
+    cuda::WorkspaceBuffer sort_keys[2], sort_values[2], sort_memory, counts;
 };
 
 IntervalSelectPlan plan_select_intervals(const SelectParams& params);
@@ -26,10 +27,10 @@ IntervalSelectPlan plan_select_intervals(const SelectParams& params);
 // intervals: int32 [2, batches, heads, Sk], variable length [2, total_k, heads], contiguous: starts, then ends, in rows
 // of the sequence, as IntervalView reads them. Both are at least 0; a key that no row sees has end <= start. Both are 0
 // for keys behind the last sequence.
-void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* scratch,
+void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan& plan, void* workspace,
                            int32_t* intervals, cudaStream_t stream);
 
-// Few rows, fixed length: one kernel, no scratch. float16, bfloat16 and float32.
+// Few rows, fixed length: one kernel, no workspace. float16, bfloat16 and float32.
 struct RadixSelectPlan : SelectedListsPlan {
     int cluster = 1;  // CTAs that share a list
 };

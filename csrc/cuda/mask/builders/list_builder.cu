@@ -322,29 +322,14 @@ __global__ void __launch_bounds__(kScanThreads)
     for (int64_t list = threadIdx.x; list < lists; list += kScanThreads) begins[list] = ends[list] = -1;
 }
 
-// Parts of the scratch memory, each a multiple of 16 bytes.
-struct Scratch {
-    int64_t visited_keys, counts, bytes;
-    explicit Scratch(const KeyListsPlan& plan) {
-        bytes = 0;
-        const auto take = [&](int64_t size) {
-            const int64_t at = bytes;
-            bytes += ceil_div<int64_t>(size, 16) * 16;
-            return at;
-        };
-        visited_keys = take(sizeof(unsigned long long));
-        counts = take(plan.lists() * plan.chunks * sizeof(int32_t));
-    }
-};
-
-CountedLists lists_of(const KeyListsPlan& plan, const void* scratch) {
+CountedLists lists_of(const KeyListsPlan& plan, void* workspace) {
     CountedLists lists{};
     lists.batches = static_cast<int>(plan.batches);
     lists.heads = static_cast<int>(plan.heads);
     lists.num_m_blocks = static_cast<int>(plan.num_m_blocks);
     lists.chunks = static_cast<int>(plan.chunks);
     lists.chunk_keys = static_cast<int>(plan.chunk_keys);
-    lists.counts = reinterpret_cast<int32_t*>(static_cast<char*>(const_cast<void*>(scratch)) + Scratch(plan).counts);
+    lists.counts = plan.counts.in<int32_t>(workspace);
     return lists;
 }
 
@@ -377,7 +362,8 @@ KeyListsPlan plan_key_lists(const AttentionParams& params) {
     const auto chunks = [&] { return std::max<int64_t>(ceil_div(params.seqlen_k, plan.chunk_keys), 1); };
     for (plan.chunk_keys = kThreads; chunks() > 1 && plan.lists() * chunks() > kMaxCounts;) plan.chunk_keys *= 2;
     plan.chunks = chunks();
-    plan.scratch_bytes = Scratch(plan).bytes;
+    plan.visited_keys = plan.allocate<unsigned long long>(1);
+    plan.counts = plan.allocate<int32_t>(plan.lists() * plan.chunks);
     return plan;
 }
 
@@ -395,17 +381,16 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
 }
 
 void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
-                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                           void* workspace, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                            cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) {
         if (total != nullptr) FLASH_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(int64_t), stream));
         return;
     }
-    CountedLists lists = lists_of(plan, scratch);
+    CountedLists lists = lists_of(plan, workspace);
     if (percent) {
-        lists.visited_keys =
-            reinterpret_cast<unsigned long long*>(static_cast<char*>(scratch) + Scratch(plan).visited_keys);
+        lists.visited_keys = plan.visited_keys.in<unsigned long long>(workspace);
         FLASH_CUDA_CHECK(cudaMemsetAsync(lists.visited_keys, 0, sizeof(*lists.visited_keys), stream));
     }
     const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
@@ -417,11 +402,11 @@ void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& pl
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
-void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
-                        const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* workspace, const int64_t* begins,
+                        int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists() == 0) return;
-    CountedLists lists = lists_of(plan, scratch);
+    CountedLists lists = lists_of(plan, workspace);
     lists.begins = begins;
     lists.capacity = capacity;
     lists.keys = keys;

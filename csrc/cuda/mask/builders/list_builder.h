@@ -8,11 +8,12 @@
 
 #include <optional>
 
+#include "cuda/common/workspace.h"
 #include "params.h"
 
 namespace flash_dmattn {
 
-struct KeyListsPlan {
+struct KeyListsPlan : cuda::WorkspaceLayout {
     int64_t batches = 1;  // as in KeyListsView
     int64_t heads = 1;
     int64_t num_m_blocks = 1;
@@ -20,7 +21,7 @@ struct KeyListsPlan {
     bool has_rows = false;  // the second step writes `rows`
     int64_t chunks = 0;     // of chunk_keys keys each
     int64_t chunk_keys = 0;
-    int64_t scratch_bytes = 0;
+    cuda::WorkspaceBuffer visited_keys, counts;  // CountedLists
 
     int64_t lists() const { return batches * heads * num_m_blocks; }
 };
@@ -36,14 +37,14 @@ int64_t room_for_short_lists(const AttentionParams& params, const KeyListsPlan& 
 //   total                  required capacity, or null
 //   percent                bool mask: build lists only if they fit and hold at most this percentage of the keys in
 //                          non-empty blocks (PackedMask); otherwise all begins and ends are -1
-//   scratch                plan.scratch_bytes, aligned to 16; the second step reads it
+//   workspace              of the plan; the second step reads it
 void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& plan, std::optional<int64_t> percent,
-                           void* scratch, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
+                           void* workspace, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                            cudaStream_t stream);
 
 // Writes keys [capacity] and rows [capacity, KeyListsView::kRows / 32]; the row bits of padding are 0. Writes nothing
 // beyond `capacity`.
-void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, const void* scratch,
-                        const int64_t* begins, int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
+void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* workspace, const int64_t* begins,
+                        int64_t capacity, int32_t* keys, uint32_t* rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn

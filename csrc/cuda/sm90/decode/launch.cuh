@@ -8,8 +8,9 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename T, int kHeadDim, int kWarps>
-void run_decode_with(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters) {
+// Calls function(kernel, config) for a kernel of kWarps warps.
+template <typename T, int kHeadDim, int kWarps, typename Function>
+void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
     auto* kernel = decode_kernel<T, kHeadDim, kWarps>;
     allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().shared_memory);
     allow_largest_cluster(reinterpret_cast<const void*>(kernel));
@@ -23,20 +24,31 @@ void run_decode_with(const DecodeArgs& args, cudaStream_t stream, int* max_activ
     config.stream = stream;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    if (max_active_clusters != nullptr) {
-        FLASH_CUDA_CHECK(cudaOccupancyMaxActiveClusters(max_active_clusters, kernel, &config));
-    } else {
-        FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    function(kernel, config);
+}
+
+// The same for the kernel of the plan.
+template <typename T, int kHeadDim, typename Function>
+void with_decode_kernel(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
+    if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
+        if (args.warps == kDecodeMaxWarps)
+            return with_decode_kernel_of<T, kHeadDim, kDecodeMaxWarps>(args, stream, function);
     }
+    with_decode_kernel_of<T, kHeadDim, kDecodeMinWarps>(args, stream, function);
 }
 
 template <typename T, int kHeadDim>
-void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters) {
-    if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
-        if (args.warps == kDecodeMaxWarps)
-            return run_decode_with<T, kHeadDim, kDecodeMaxWarps>(args, stream, max_active_clusters);
-    }
-    run_decode_with<T, kHeadDim, kDecodeMinWarps>(args, stream, max_active_clusters);
+void run_decode(const DecodeArgs& args, cudaStream_t stream) {
+    with_decode_kernel<T, kHeadDim>(args, stream, [&](auto* kernel, const cudaLaunchConfig_t& config) {
+        FLASH_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, args));
+    });
+}
+
+template <typename T, int kHeadDim>
+void max_active_decode_clusters(int* num_clusters, const DecodeArgs& args) {
+    with_decode_kernel<T, kHeadDim>(args, nullptr, [&](auto* kernel, const cudaLaunchConfig_t& config) {
+        FLASH_CUDA_CHECK(cudaOccupancyMaxActiveClusters(num_clusters, kernel, &config));
+    });
 }
 
 }  // namespace flash_dmattn::cuda::sm90

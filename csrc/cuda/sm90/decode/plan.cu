@@ -15,8 +15,16 @@
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-using DecodeLauncher = void (*)(const DecodeArgs&, cudaStream_t, int*);
-const KernelTable<DecodeLauncher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_DECODE_KERNELS, run_decode));
+struct DecodeKernel {
+    using Launcher = void (*)(const DecodeArgs&, cudaStream_t);
+    Launcher launch = nullptr;
+    void (*max_active_clusters)(int*, const DecodeArgs&) = nullptr;
+};
+const KernelTable<DecodeKernel> kKernels(FLASH_DMATTN_INSTANCES(FLASH_DMATTN_SM90_DECODE_KERNELS), [](auto kernel) {
+    using T = typename decltype(kernel)::T;
+    constexpr int kHeadDim = decltype(kernel)::kHeadDim;
+    return DecodeKernel{run_decode<T, kHeadDim>, max_active_decode_clusters<T, kHeadDim>};
+});
 
 // The query rows of a sequence that the kernel serves: one where it selects keys. With batch_invariant this must not
 // depend on the capacity of the cache.
@@ -38,10 +46,12 @@ bool has_vector_bias(const KvCacheParams& p) {
            bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % kDecodeGroup == 0;
 }
 
-// The kernel of a call; null where none serves it.
+// The kernel of a call; without one where none serves it.
 struct DecodePlan {
-    DecodeLauncher run = nullptr;
+    DecodeKernel kernel;
     DecodeArgs args;
+
+    bool serves() const { return kernel.launch != nullptr; }
 };
 
 // The selected keys of a CTA, of a sequence of any length up to that of the cache: with batch_invariant shorter
@@ -73,26 +83,26 @@ bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
 }
 
 // The clusters that run at a time; 0 where the device has no room for one.
-int active_clusters(const DecodeArgs& args, int head_dim, DecodeLauncher run) {
+int active_clusters(const DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
     const int bytes = DecodeSmemLayout(args, head_dim).total;
     if (bytes > current_device().shared_memory) return 0;
     static std::mutex mutex;
-    static std::map<std::tuple<int, DecodeLauncher, int, int, int>, int> known;
+    static std::map<std::tuple<int, DecodeKernel::Launcher, int, int, int>, int> known;
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const std::lock_guard<std::mutex> lock(mutex);
-    const std::tuple key(device, run, args.warps, args.cluster, bytes);
+    const std::tuple key(device, kernel.launch, args.warps, args.cluster, bytes);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     int clusters = 0;
-    run(args, nullptr, &clusters);
+    kernel.max_active_clusters(&clusters, args);
     return known[key] = clusters;
 }
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us, as
 // measured on an H200: 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each CTA
 // of an SM 16 ns for a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
-bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
+bool choose_grid(DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
     constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
     const auto keys = static_cast<double>(args.seqlen_k);
@@ -106,7 +116,7 @@ bool choose_grid(DecodeArgs& args, int head_dim, DecodeLauncher run) {
             if (args.batch_invariant && cluster * warps < invariant_warps(args.seqlen_k)) continue;
             if (!lay_out(args, head_dim, warps, cluster)) continue;
             const int64_t ctas = args.batch * args.kv_heads * cluster;
-            const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, run);
+            const int64_t slots = int64_t{cluster} * active_clusters(args, head_dim, kernel);
             if (slots == 0) continue;
             const int64_t of_sm = ceil_div<int64_t>(std::min(ctas, slots), current_device().num_sms);
             const DecodeSplits splits(args, args.seqlen_k, args.query_tiles);
@@ -141,15 +151,15 @@ DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
 
 int64_t decodable_rows(const KvCacheParams& params) {
     const int64_t rows = max_rows(params);
-    return plan_decode(params, rows).run != nullptr ? rows : 0;
+    return plan_decode(params, rows).serves() ? rows : 0;
 }
 
 bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t stream) {
     const int64_t rows = max_rows(params);
     if (params.seqlen_q > rows && !skips_longer) return false;
     const DecodePlan plan = plan_decode(params, rows);
-    if (plan.run == nullptr) return false;
-    if (params.batch > 0 && params.total_q > 0) plan.run(plan.args, stream, nullptr);
+    if (!plan.serves()) return false;
+    if (params.batch > 0 && params.total_q > 0) plan.kernel.launch(plan.args, stream);
     return true;
 }
 

@@ -17,8 +17,10 @@ bool decode_kvcache(const KvCacheParams& params, bool skips_longer, cudaStream_t
 // The largest number of query rows of the sequences that decode_kvcache serves with skips_longer; 0: none.
 int64_t decodable_rows(const KvCacheParams& params);
 
-// Launches the kernel, or, where max_active_clusters is not null, only asks how many of its clusters run at a time.
 template <typename T, int kHeadDim>
-void run_decode(const DecodeArgs& args, cudaStream_t stream, int* max_active_clusters);
+void run_decode(const DecodeArgs& args, cudaStream_t stream);
+// How many clusters of the kernel run at a time.
+template <typename T, int kHeadDim>
+void max_active_decode_clusters(int* num_clusters, const DecodeArgs& args);
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,4 +1,4 @@
-// Prefetch of a listed key by one producer lane: fetched early, consumed late, to hide the latency of global memory.
+// The listed keys of n_blocks, one a producer lane: fetched early, consumed late, to hide the latency of global memory.
 #pragma once
 
 #include "key_list.cuh"
@@ -50,6 +50,44 @@ private:
     const KeyList& list_;
     const int first_row_, end_row_;
     const char* bias_ = nullptr;
+};
+
+// The listed keys of consecutive n_blocks, one a lane: its key is number lane_key of each n_block. Prefetched are the
+// position in the sequence, two n_blocks ahead, and by this, one ahead, which rows see the key, and its bias.
+template <typename T, BiasKind kBias, int kKeys>
+class ListPrefetcher {
+public:
+    // The n_blocks [first, end) of a list.
+    __device__ __forceinline__ ListPrefetcher(const ListReader<T, kBias>& reader, const KeyList& list, int lane_key,
+                                              int first, int end)
+        : reader_(reader), list_(list), lane_key_(lane_key), n_block_(first), end_(end),
+          key_(fetch(first, position_of(first))), next_position_(position_of(first + 1)) {}
+
+    // ListReader::resolve of the lane's key in the current n_block.
+    __device__ __forceinline__ int resolve(uint32_t (&words)[KeyList::kWords], float& bias) const {
+        return reader_.resolve(key_, words, bias);
+    }
+    __device__ __forceinline__ void advance() {
+        ++n_block_;
+        key_ = fetch(n_block_, next_position_);
+        next_position_ = position_of(n_block_ + 1);
+    }
+
+private:
+    __device__ __forceinline__ int position_of(int n_block) const {
+        return n_block < end_ ? list_.key(n_block * kKeys + lane_key_) : -1;
+    }
+    __device__ __forceinline__ PrefetchedKey fetch(int n_block, int position) const {
+        return reader_.fetch(n_block * kKeys + lane_key_, position);
+    }
+
+    const ListReader<T, kBias>& reader_;
+    const KeyList& list_;
+    const int lane_key_;
+    int n_block_;
+    const int end_;
+    PrefetchedKey key_;  // of the current n_block
+    int next_position_;  // of the next
 };
 
 // Row visibility, positions and biases of a gathered n_block, in shared memory.

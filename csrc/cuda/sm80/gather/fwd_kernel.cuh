@@ -33,6 +33,7 @@ public:
 
     struct SharedStorage : Mainloop::SharedStorage {
         KeyList list;
+        int num_n_blocks;  // of the list
         WarpRows warp_rows[kRowWarps];
         // The sequence and head:
         const T* first_key;
@@ -54,8 +55,7 @@ public:
             const Sequence& s = sequence();
             const int head = smem.work_tile.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
             smem.list = KeyList(p, s, head, query_row(0));
-            const int num_n_blocks = smem.list.template count_n_blocks<kKeys>(p, s, query_row(kRows - 1) + 1);
-            smem.list.size = min(smem.list.size, num_n_blocks * kKeys);
+            smem.num_n_blocks = smem.list.template count_n_blocks<kKeys>(p, s, query_row(kRows - 1) + 1);
             smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
             smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
             if (kBias != BiasKind::kNone) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
@@ -73,7 +73,7 @@ public:
 
     __device__ void run() {
         __syncthreads();
-        const unsigned num_n_blocks = ceil_div(smem_.list.size, kKeys);
+        const unsigned num_n_blocks = smem_.num_n_blocks;
         const unsigned num_splits = static_cast<unsigned>(p_.num_splits), split_idx = smem_.work_tile.split_idx;
         const int begin = static_cast<int>(num_n_blocks * split_idx / num_splits),
                   end = static_cast<int>(num_n_blocks * (split_idx + 1) / num_splits);

@@ -70,7 +70,7 @@ private:
 
     __device__ __forceinline__ void mainloop() {
         clear(out_);
-        if (Traits::kGathers) keys_left_ = work_tile().list_size + kKeys;
+        if (Traits::kGathers) n_blocks_left_ = work_tile().num_n_blocks + 1;
         is_last_ = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -190,8 +190,7 @@ private:
     // Returns whether the work tile has another n_block; its K is then in shared memory.
     __device__ __forceinline__ bool wait_for_keys() {
         if constexpr (Traits::kGathers) {
-            keys_left_ -= kKeys;
-            if (keys_left_ <= 0) return false;
+            if (--n_blocks_left_ == 0) return false;
             key_pipeline_.consumer_wait();
             return true;
         }
@@ -204,7 +203,7 @@ private:
         release_keys();
         return false;
     }
-    __device__ __forceinline__ bool is_last_block() const { return Traits::kGathers ? keys_left_ <= kKeys : is_last_; }
+    __device__ __forceinline__ bool is_last_block() const { return Traits::kGathers ? n_blocks_left_ == 1 : is_last_; }
 
     // Zeros the values of keys that no row sees: they may be NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void wait_for_values() const {
@@ -389,7 +388,7 @@ private:
     Pipeline<Traits::kValueStages> value_pipeline_;
     Pipeline<Traits::kBiasStages> bias_pipeline_;
     int work_tile_stage_ = 0;
-    int keys_left_;                  // gathered keys: entries of the list from this n_block on
+    int n_blocks_left_;              // gathered keys: from this n_block on
     bool is_last_;                   // else: whether this n_block is the work tile's last
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next

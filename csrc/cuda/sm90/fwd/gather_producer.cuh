@@ -1,7 +1,6 @@
 // The producer warpgroup of the sm90 forward over key lists: its threads gather K and V rows by cp.async.
 //
-// Each warp gathers a quarter of an n_block of listed keys, one key a lane. Prefetch hides the latency of the list: key
-// positions are read two n_blocks ahead; the rows that see a key, and its bias, one n_block ahead.
+// Each warp gathers a quarter of an n_block of listed keys (ListPrefetcher).
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -53,26 +52,18 @@ private:
         const KeyList list(p_, work_tile.s, work_tile.head, work_tile.first_row);
         const int rows = kRows / scheduler_.qheads_per_tile;
         const int num_n_blocks = list.template count_n_blocks<kKeys>(p_, work_tile.s, work_tile.first_row + rows);
-        work_tile.list_size = min(list.size, num_n_blocks * kKeys);
+        work_tile.num_n_blocks = num_n_blocks;
         const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
         const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list, rows);
-        const int lane_key = warp_id() * kWarpKeys + lane_id();
-        const auto position_of = [&](int n_block) {
-            return lane_id() < kWarpKeys ? list.key(n_block * kKeys + lane_key) : -1;
-        };
-        const auto fetch = [&](int n_block, int position) {
-            return reader.fetch(n_block * kKeys + lane_key, position);
-        };
-        PrefetchedKey next_key = fetch(0, position_of(0));
-        int next_position = position_of(1), position = -1;
+        ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, lane_key(), 0, num_n_blocks);
+        int position = -1;
         for (int n_block = 0; n_block <= num_n_blocks; ++n_block) {
             const int previous_position = position;
             if (n_block < num_n_blocks) {
-                position = produce_metadata(reader, next_key);
-                next_key = fetch(n_block + 1, next_position);
-                next_position = position_of(n_block + 2);
+                position = produce_metadata(prefetcher);
+                prefetcher.advance();
                 gather(smem_.key[key_pipeline_.stage()], keys, p_.key.row_stride, position);
                 mbarrier_arrive(key_pipeline_.full());
                 cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
@@ -105,24 +96,25 @@ private:
 
     // Writes which rows see the keys, and the keys' biases. Returns the position of this lane's key, or -1 where no row
     // sees it.
-    __device__ __forceinline__ int produce_metadata(const ListReader<T, kBias>& reader, const PrefetchedKey& key) {
+    __device__ __forceinline__ int produce_metadata(const ListPrefetcher<T, kBias, kKeys>& prefetcher) {
         uint32_t words[KeyList::kWords];
         float bias;
-        const int position = reader.resolve(key, words, bias);
+        const int position = prefetcher.resolve(words, bias);
         // pack-GQA: rows 64 to 127 are those of the next query head, which see the same keys.
         if (scheduler_.qheads_per_tile > 1) words[2] = words[0], words[3] = words[1];
         key_pipeline_.producer_acquire();
         auto& metadata = smem_.metadata[key_pipeline_.stage()];
-        const int lane_key = warp_id() * kWarpKeys + lane_id();
         if (lane_id() < kWarpKeys) {
 #pragma unroll
-            for (int w = 0; w < kRows / 32; ++w) metadata.mask[w][lane_key] = words[w];
+            for (int w = 0; w < kRows / 32; ++w) metadata.mask[w][lane_key()] = words[w];
         }
         if constexpr (kBias == BiasKind::kKey)
-            metadata.key_bias.store(warp_id(), lane_key, lane_id() < kWarpKeys, bias, params_.softmax.inverse_scale);
+            metadata.key_bias.store(warp_id(), lane_key(), lane_id() < kWarpKeys, bias, params_.softmax.inverse_scale);
         return position;
     }
 
+    // The key of this lane in an n_block. Two lanes share one where a warp has 16.
+    static __device__ __forceinline__ int lane_key() { return warp_id() * kWarpKeys + lane_id() % kWarpKeys; }
     // Gathers this warp's rows of K or V; `position` belongs to this lane's key.
     __device__ __forceinline__ void gather(KeyTile& to, const T* rows, int64_t row_stride, int position) const {
         gather_rows<kWarpKeys>(to, warp_id() * kWarpKeys, rows, row_stride, position, static_cast<int>(p_.head_dim));

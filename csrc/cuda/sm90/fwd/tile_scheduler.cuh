@@ -27,8 +27,8 @@ class FwdWorkTile {
 public:
     Sequence s;
     int head;
-    int first_row;      // in the sequence
-    int list_size = 0;  // gathered keys: entries of the key list
+    int first_row;         // in the sequence
+    int num_n_blocks = 0;  // gathered keys: of the key list
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);

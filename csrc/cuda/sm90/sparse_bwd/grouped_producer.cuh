@@ -30,20 +30,13 @@ public:
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
-        // Two lanes share a key of 64.
-        const int lane_key = kWarpKeys == 32 ? threadIdx.x : warp_key + threadIdx.x % kWarpKeys;
-        // Prefetched: the key's position by two n_blocks; by this, which rows see the key, and its bias, by one.
-        const auto position_of = [&](int n_block) { return n_block < end ? list.key(n_block * kKeys + lane_key) : -1; };
-        const auto fetch = [&](int n_block, int position) {
-            return reader.fetch(n_block * kKeys + lane_key, position);
-        };
-        PrefetchedKey key = fetch(first, position_of(first));
-        int next_position = position_of(first + 1);
+        const int lane_key = warp_key + lane_id() % kWarpKeys;  // two lanes share one where a warp has 16
+        ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, lane_key, first, end);
         for (int n_block = first; n_block < end; ++n_block) {
             load_rows(work_tile, 0);
             uint32_t visible_rows[KeyList::kWords];
             float bias;
-            const int position = reader.resolve(key, visible_rows, bias);
+            const int position = prefetcher.resolve(visible_rows, bias);
             value_pipeline_.producer_acquire();
             gather_rows<kWarpKeys>(smem_.value, warp_key, values, p_.value.row_stride, position, head_dim);
             cp_async_mbarrier_arrive_noinc(value_pipeline_.full());
@@ -54,8 +47,7 @@ public:
             gather_rows<kWarpKeys>(smem_.key, warp_key, keys, p_.key.row_stride, position, head_dim);
             cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
             key_pipeline_.advance();
-            key = fetch(n_block + 1, next_position);
-            next_position = position_of(n_block + 2);
+            prefetcher.advance();
             for (int step = 1; step < num_steps; ++step) load_rows(work_tile, step);
         }
         cp_async_commit();

@@ -28,19 +28,10 @@ public:
         const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
-        // Prefetched: the key's position by two n_blocks; by this, which rows see the key, and its bias, by one.
-        const auto position_of = [&](int n_block) {
-            return n_block < num_n_blocks ? list.key(n_block * kKeys + threadIdx.x) : -1;
-        };
-        const auto fetch = [&](int n_block, int position) {
-            return reader.fetch(n_block * kKeys + threadIdx.x, position);
-        };
-        PrefetchedKey key = fetch(0, position_of(0));
-        int next_position = position_of(1);
+        ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, static_cast<int>(threadIdx.x), 0, num_n_blocks);
         for (int n_block = 0; n_block < num_n_blocks; ++n_block) {
-            const int position = produce_key_data(reader, key);
-            key = fetch(n_block + 1, next_position);
-            next_position = position_of(n_block + 2);
+            const int position = produce_key_data(prefetcher);
+            prefetcher.advance();
             gather_rows<32>(smem_.key[key_pipeline_.stage()], warp_key, keys, p_.key.row_stride, position, head_dim);
             mbarrier_arrive(key_pipeline_.full());
             cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
@@ -79,10 +70,10 @@ private:
     }
 
     // Writes the key's data to its stage. Returns the key's position, or -1 where no row sees it.
-    __device__ __forceinline__ int produce_key_data(const ListReader<T, kBias>& reader, const PrefetchedKey& key) {
+    __device__ __forceinline__ int produce_key_data(const ListPrefetcher<T, kBias, kKeys>& prefetcher) {
         uint32_t visible_rows[SharedStorage::kRowWords];
         float bias;
-        const int position = reader.resolve(key, visible_rows, bias);
+        const int position = prefetcher.resolve(visible_rows, bias);
         key_pipeline_.producer_acquire();
         smem_.keys[key_pipeline_.stage()].store(threadIdx.x, position, visible_rows, bias);
         return position;

@@ -21,6 +21,19 @@ constexpr __host__ __device__ T ceil_div(T a, T b) {
     return (a + b - 1) / b;
 }
 
+// Quotients by powers of 2 that are known at run time only, as shifts.
+__host__ __device__ inline int log2_of(int power) {
+#ifdef __CUDA_ARCH__
+    return __ffs(power) - 1;
+#else
+    int log2 = 0;
+    while (1 << log2 < power) ++log2;
+    return log2;
+#endif
+}
+__host__ __device__ inline int div_by_power(int a, int power) { return a >> log2_of(power); }
+__host__ __device__ inline int ceil_div_by_power(int a, int power) { return (a + power - 1) >> log2_of(power); }
+
 // Whether blocks of `fewer` rows (or keys) waste less than blocks of `more`, by over a tenth.
 constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;

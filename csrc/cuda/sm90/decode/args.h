@@ -25,16 +25,17 @@ static_assert(kInvariantMinWarps >= kDecodeMaxRows / kDecodeTileRows);
 struct DecodeArgs : KvCacheArgs {
     using KvCacheArgs::KvCacheArgs;
 
-    float score_scale = 1;         // softmax_scale; with a softcap, what tanh takes
-    float score_cap = 0;           // softcap
-    int warps = kDecodeMinWarps;   // of a CTA
-    int cluster = 1;               // CTAs of a sequence and KV head
-    int order_capacity = 0;        // orders of biases that fit in a CTA's shared memory; 0: dense
-    int list_capacity = 0;         // selected keys of a CTA
-    int max_rows = 1;              // sequences of more query rows are skipped
-    int query_tiles = 1;           // tiles of kDecodeTileRows rows of Q in shared memory
-    bool overlays = false;         // the tiles of K and V reuse the memory of the orders
-    bool has_vector_bias = false;  // eight neighbouring biases are aligned to 16 bytes
+    FastDivmod heads_per_kv, kv_heads_divmod;  // H / Hkv, Hkv
+    float score_scale = 1;                     // softmax_scale; with a softcap, what tanh takes
+    float score_cap = 0;                       // softcap
+    int warps = kDecodeMinWarps;               // of a CTA
+    int cluster = 1;                           // CTAs of a sequence and KV head
+    int order_capacity = 0;                    // orders of biases that fit in a CTA's shared memory; 0: dense
+    int list_capacity = 0;                     // selected keys of a CTA
+    int max_rows = 1;                          // sequences of more query rows are skipped
+    int query_tiles = 1;                       // tiles of kDecodeTileRows rows of Q in shared memory
+    bool overlays = false;                     // the tiles of K and V reuse the memory of the orders
+    bool has_vector_bias = false;              // eight neighbouring biases are aligned to 16 bytes
 };
 
 // batch_invariant: the warps that attend to a sequence, in all CTAs of its cluster: a function of its keys alone.
@@ -56,17 +57,17 @@ struct DecodeSplits {
         : warps(p.warps), count(p.cluster), per_cta(1) {
         if (!p.batch_invariant) return;
         warps = query_tiles > kInvariantSplitWarps ? query_tiles : kInvariantSplitWarps;
-        count = invariant_warps(keys) / warps;
-        per_cta = ceil_div(count, p.cluster);
+        count = div_by_power(invariant_warps(keys), warps);
+        per_cta = ceil_div_by_power(count, p.cluster);
     }
     // Keys of a split, of `keys` in all.
-    __host__ __device__ int share(int keys) const { return ceil_div(ceil_div(keys, count), 16) * 16; }
+    __host__ __device__ int share(int keys) const { return ceil_div(ceil_div_by_power(keys, count), 16) * 16; }
 };
 
 // Keys of a CTA in the selection.
 __host__ __device__ inline int decode_share(int keys, int cluster) {
     constexpr int kAlign = 64;
-    return ceil_div(ceil_div(keys, cluster), kAlign) * kAlign;
+    return ceil_div(ceil_div_by_power(keys, cluster), kAlign) * kAlign;
 }
 
 // Tiles of a sequence's packed rows: a power of 2.

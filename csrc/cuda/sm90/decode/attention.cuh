@@ -33,14 +33,15 @@ public:
     __device__ DecodeAttention(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, QueryTile* query,
                                unsigned char* tiles)
         : p_(p), cache_(cache), smem_(smem), query_(query), tiles_(tiles),
-          qheads_(static_cast<int>(p.heads / p.kv_heads)), packed_rows_(min(cache.rows * qheads_, kDecodeMaxRows)),
-          row_tiles_(decode_tiles(packed_rows_)), row_tile_(warp_id() % row_tiles_), group_(warp_id() / row_tiles_) {}
+          qheads_(static_cast<int>(p.heads_per_kv.value)), packed_rows_(min(cache.rows * qheads_, kDecodeMaxRows)),
+          row_tiles_(decode_tiles(packed_rows_)), row_tile_(warp_id() & (row_tiles_ - 1)),
+          group_(div_by_power(warp_id(), row_tiles_)) {}
 
     // Computed where needed, to save registers.
     __device__ DecodeSplits splits() const { return {p_, cache_.keys, row_tiles_}; }
     __device__ int packed_rows() const { return packed_rows_; }
-    __device__ int row_of(int packed) const { return packed / qheads_; }
-    __device__ int head_of(int packed) const { return cache_.kv_head * qheads_ + packed % qheads_; }
+    __device__ int row_of(int packed) const { return static_cast<int>(p_.heads_per_kv.quotient(packed)); }
+    __device__ int head_of(int packed) const { return cache_.kv_head * qheads_ + packed - row_of(packed) * qheads_; }
 
     // Starts the copy of Q. Rows beyond the last are zeros.
     __device__ void load_query() const {
@@ -64,7 +65,7 @@ public:
     // memory.
     __device__ void run(const int* list, int keys, int rank) {
         const DecodeSplits splits = this->splits();
-        const int own_split = warp_id() / splits.warps, split = rank * splits.per_cta + own_split,
+        const int own_split = div_by_power(warp_id(), splits.warps), split = rank * splits.per_cta + own_split,
                   share = splits.share(keys);
         const int first = own_split < splits.per_cta && split < splits.count ? min(split * share, keys) : keys;
         list_ = list;
@@ -72,7 +73,9 @@ public:
         end_ = begin_ + min(share, keys - first);
         const bool is_plain =
             row_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
-        is_plain ? attend<true>() : attend<false>();
+        Output out{};
+        is_plain ? attend<true>(out) : attend<false>(out);
+        merge(out);
     }
 
     // A packed row of the result of one of this CTA's splits: maximum and sum, and four columns of the unscaled output.
@@ -93,12 +96,49 @@ private:
         int key = -1;                    // -1: none
     };
 
+    // O^T of this warp's rows, and their softmax. Rows are columns of accumulators: fragment_col() + e, over the eight
+    // lanes of equal fragment_col().
+    struct Output {
+        float columns[kHeadDim / 16][4];  // unscaled: [n][2 h + e] is column 16 n + 8 h + fragment_row() of V
+        float max[2] = {-kInfinity, -kInfinity};
+        float sum[2] = {};  // over this lane's keys
+
+        // Replaces scores by exp(score - base), with the lazy rescaling of OnlineSoftmax.
+        __device__ void exponentiate(float (&scores)[4]) {
+            constexpr float kSlack = OnlineSoftmax<1>::kSlack;
+            float largest[2];
+            bool grows = false;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                largest[e] = column_max(fmaxf(scores[e], scores[2 + e]));
+                if (!((largest[e] - max[e]) * kLog2E > kSlack)) largest[e] = max[e];
+                grows |= largest[e] != max[e];
+            }
+            if (__any_sync(~0u, grows)) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const float correction = fast_exp2((max[e] - base(largest[e])) * kLog2E);
+                    max[e] = largest[e];
+                    sum[e] *= correction;
+#pragma unroll
+                    for (auto& fragment : columns) fragment[e] *= correction, fragment[2 + e] *= correction;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                scores[i] = fast_exp2((scores[i] - base(max[i % 2])) * kLog2E);
+                sum[i % 2] += scores[i];
+            }
+        }
+
+        __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
+    };
+
     // kPlain: one query row in one tile, no softcap and no relative bias. Fetching instructions takes much of the
     // time; the usual case has a loop of its own, without branches.
     template <bool kPlain>
-    __device__ __forceinline__ void attend() {
+    __device__ __forceinline__ void attend(Output& out) {
         if (!kPlain) prepare_rows();
-        Output out{};
         cp_async_wait<0>();
         __syncthreads();  // Q has arrived
         uint32_t query[kHeadDim / 8];
@@ -106,10 +146,10 @@ private:
         // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk n,
         // copies those of chunk n - 1 and attends to chunk n - 2. The bias of chunk n - 1 is loaded last, since a copy
         // of it to another register would wait for it.
-        const int groups = splits().warps / row_tiles_;
-        int at = begin_ + group_ % groups * kKeys;  // of the chunk to be found
-        int key = -1;                               // of the chunk to attend to
-        KeyBiasBits bias{};                         // of this key
+        const int groups = div_by_power(splits().warps, row_tiles_);
+        int at = begin_ + (group_ & (groups - 1)) * kKeys;  // of the chunk to be found
+        int key = -1;                                       // of the chunk to attend to
+        KeyBiasBits bias{};                                 // of this key
         found_ = {};
 #pragma unroll 1
         for (int step = 0; at - 2 * groups * kKeys < end_; ++step, at += groups * kKeys) {
@@ -136,17 +176,15 @@ private:
             find(at);
         }
         cp_async_wait<0>();
-        merge(out);
     }
 
     __device__ Tile& key_tile() const { return reinterpret_cast<Tile*>(tiles_)[group_ * row_tiles_ * 2]; }
     __device__ Tile& value_tile() const { return (&key_tile())[1]; }
 
-    // A warp's output, kRows rows of kHeadDim floats. Every two rows are rotated by 8 columns against bank conflicts.
+    // A warp's output, kRows rows of kHeadDim floats, swizzled against bank conflicts: every two rows differ.
     __device__ float* partial(int warp, int row, int col) const {
-        int rotated = col + row / 2 * 8;
-        if (rotated >= kHeadDim) rotated -= kHeadDim;
-        return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + rotated;
+        static_assert(kRows == 8 && kHeadDim % 32 == 0);
+        return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + (col ^ row / 2 * 8);
     }
 
     template <bool kPlain>
@@ -224,44 +262,6 @@ private:
         for (int i = 0; i < 4; ++i) scores[i] = sums[0][i] + sums[1][i];
     }
 
-    // O^T of this warp's rows, and their softmax. Rows are columns of accumulators: fragment_col() + e, over the eight
-    // lanes of equal fragment_col().
-    struct Output {
-        float columns[kHeadDim / 16][4];  // unscaled: [n][2 h + e] is column 16 n + 8 h + fragment_row() of V
-        float max[2] = {-kInfinity, -kInfinity};
-        float sum[2] = {};  // over this lane's keys
-
-        // Replaces scores by exp(score - base), with the lazy rescaling of OnlineSoftmax.
-        __device__ void exponentiate(float (&scores)[4]) {
-            constexpr float kSlack = OnlineSoftmax<1>::kSlack;
-            float largest[2];
-            bool grows = false;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                largest[e] = column_max(fmaxf(scores[e], scores[2 + e]));
-                if (!((largest[e] - max[e]) * kLog2E > kSlack)) largest[e] = max[e];
-                grows |= largest[e] != max[e];
-            }
-            if (__any_sync(~0u, grows)) {
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const float correction = fast_exp2((max[e] - base(largest[e])) * kLog2E);
-                    max[e] = largest[e];
-                    sum[e] *= correction;
-#pragma unroll
-                    for (auto& fragment : columns) fragment[e] *= correction, fragment[2 + e] *= correction;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                scores[i] = fast_exp2((scores[i] - base(max[i % 2])) * kLog2E);
-                sum[i % 2] += scores[i];
-            }
-        }
-
-        __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
-    };
-
     __device__ void multiply_value(Output& out, const float (&p)[4]) const {
         const uint32_t b0 = transpose_8x8(pack<T>(p[0], p[1])), b1 = transpose_8x8(pack<T>(p[2], p[3]));
         const uint32_t value = value_tile().ldmatrix_lane_b();
@@ -337,20 +337,21 @@ private:
         __syncthreads();
         constexpr int kVectors = kHeadDim / 4;
         const DecodeSplits splits = this->splits();
-        const int split_groups = splits.warps / row_tiles_;
+        const int split_groups = div_by_power(splits.warps, row_tiles_);
 #pragma unroll 1
         for (int i = threadIdx.x; i < splits.per_cta * packed_rows_ * kVectors; i += kThreads) {
-            const int split = i / (packed_rows_ * kVectors), packed = i / kVectors - split * packed_rows_;
+            const int split = splits.per_cta == 1 ? 0 : i / (packed_rows_ * kVectors);
+            const int packed = i / kVectors - split * packed_rows_;
             const int col = i % kVectors * 4, first = split * splits.warps + packed / kRows, row = packed % kRows;
-            float largest = -kInfinity;
+            float largest = -kInfinity, sum = 0;
+            float4 total{};
+#pragma unroll 1
             for (int group = 0; group < split_groups; ++group)
                 largest = fmaxf(largest, smem_.warp_max[first + group * row_tiles_][row]);
-            float sum = 0;
-            float4 total{};
-#pragma unroll
-            for (int group = 0; group < kWarps; ++group) {
+#pragma unroll 1
+            for (int group = 0; group < split_groups; ++group) {
                 const int warp = first + group * row_tiles_;
-                if (group >= split_groups || smem_.warp_sum[warp][row] == 0) continue;
+                if (smem_.warp_sum[warp][row] == 0) continue;
                 const float weight = fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
                 const float4 x = *reinterpret_cast<const float4*>(partial(warp, row, col));
                 sum = fmaf(weight, smem_.warp_sum[warp][row], sum);

@@ -8,47 +8,39 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// out and lse of the sequence, of the results of all splits: each CTA combines some of the packed rows' columns.
+// out and lse of the sequence, of the results of all splits: each CTA combines some of the packed rows' columns. Each
+// split is read by a lane of its own: their number is a power of 2, at most 32.
 template <typename T, int kHeadDim, int kWarps>
 __device__ void combine(const DecodeArgs& p, const KvCache& cache,
                         const DecodeAttention<T, kHeadDim, kWarps>& attention, int rank) {
     const DecodeSplits splits = attention.splits();
-    const int log2_per_cta = __ffs(splits.per_cta) - 1;
+    const int split = lane_id() & (splits.count - 1), cta = div_by_power(split, splits.per_cta);
     constexpr int kVectors = kHeadDim / 4;
-    const int vectors = attention.packed_rows() * kVectors, share = ceil_div(vectors, p.cluster);
+    const int vectors = attention.packed_rows() * kVectors, share = ceil_div_by_power(vectors, p.cluster);
+    const int end = min((rank + 1) * share, vectors), at_once = div_by_power(kWarps * 32, splits.count);
 #pragma unroll 1
-    for (int i = rank * share + threadIdx.x; i < min((rank + 1) * share, vectors); i += kWarps * 32) {
-        const int packed = i / kVectors, col = i % kVectors * 4;
-        constexpr int kInFlight = 8;
-        float largest = -kInfinity, sum = 0;
-        float4 total{};
+    for (int first = rank * share; first < end; first += at_once) {
+        const int i = first + div_by_power(static_cast<int>(threadIdx.x), splits.count);
+        const int packed = min(i, end - 1) / kVectors, col = i % kVectors * 4;
+        const auto result = attention.result_of(split - cta * splits.per_cta, packed, col);
+        const float max = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
+        float sum = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
+        float4 x = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
+        if (sum == 0) x = {};  // a split without visible keys has no output
+        float largest = max;
 #pragma unroll 1
-        for (int first = 0; first < splits.count; first += kInFlight) {
-            float maxima[kInFlight], sums[kInFlight];
-            float4 x[kInFlight];
-            float before = largest;
-#pragma unroll
-            for (int r = 0; r < kInFlight; ++r) {
-                const int split = min(first + r, splits.count - 1), cta = split >> log2_per_cta;
-                const auto result = attention.result_of(split - (cta << log2_per_cta), packed, col);
-                maxima[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
-                sums[r] = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
-                x[r] = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
-            }
-#pragma unroll
-            for (int r = 0; r < kInFlight; ++r) largest = fmaxf(largest, maxima[r]);
-            const float correction = before == -kInfinity ? 0.f : fast_exp2((before - largest) * kLog2E);
-            sum *= correction;
-            total = {total.x * correction, total.y * correction, total.z * correction, total.w * correction};
-#pragma unroll
-            for (int r = 0; r < kInFlight; ++r) {
-                if (first + r >= splits.count || sums[r] == 0) continue;  // a split without visible keys has no output
-                const float weight = fast_exp2((maxima[r] - largest) * kLog2E);
-                sum = fmaf(weight, sums[r], sum);
-                total = {fmaf(weight, x[r].x, total.x), fmaf(weight, x[r].y, total.y), fmaf(weight, x[r].z, total.z),
-                         fmaf(weight, x[r].w, total.w)};
-            }
+        for (int step = 1; step < splits.count; step *= 2)
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+        const float weight = max == largest ? 1.f : fast_exp2((max - largest) * kLog2E);
+        sum *= weight;
+        x = {x.x * weight, x.y * weight, x.z * weight, x.w * weight};
+#pragma unroll 1
+        for (int step = 1; step < splits.count; step *= 2) {
+            sum += __shfl_xor_sync(~0u, sum, step);
+            x.x += __shfl_xor_sync(~0u, x.x, step), x.y += __shfl_xor_sync(~0u, x.y, step);
+            x.z += __shfl_xor_sync(~0u, x.z, step), x.w += __shfl_xor_sync(~0u, x.w, step);
         }
+        if (split != 0 || i >= end) continue;
         const int head = attention.head_of(packed);
         const int64_t row = int64_t{cache.first_row} + attention.row_of(packed);
         const float lse = sum == 0 ? -kInfinity : largest + logf(sum);
@@ -59,8 +51,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
         if (col >= p.head_dim) continue;
         T* out = static_cast<T*>(p.out.data) + cache.batch * p.out.batch_stride + row * p.out.row_stride +
                  head * p.out.head_stride + col;
-        *reinterpret_cast<uint2*>(out) = {pack<T>(total.x * inverse, total.y * inverse),
-                                          pack<T>(total.z * inverse, total.w * inverse)};
+        *reinterpret_cast<uint2*>(out) = {pack<T>(x.x * inverse, x.y * inverse), pack<T>(x.z * inverse, x.w * inverse)};
     }
 }
 
@@ -70,10 +61,10 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);
 
-    const int sequence_head = static_cast<int>(blockIdx.x) / p.cluster, rank = static_cast<int>(blockIdx.x) % p.cluster;
-    const int kv_heads = static_cast<int>(p.kv_heads);
-    const KvCache cache(p, sequence_head / kv_heads, sequence_head % kv_heads);
-    const int cluster = p.cluster;
+    const int cluster = p.cluster, rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+    const int sequence_head = div_by_power(static_cast<int>(blockIdx.x), cluster);
+    const int batch = static_cast<int>(p.kv_heads_divmod.quotient(sequence_head));
+    const KvCache cache(p, batch, sequence_head - batch * static_cast<int>(p.kv_heads_divmod.value));
     if (cache.rows == 0 || cache.rows > p.max_rows) return;  // all threads of the cluster
 
     using Attention = DecodeAttention<T, kHeadDim, kWarps>;

@@ -138,6 +138,8 @@ DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
     DecodePlan plan{kernel->value, DecodeArgs(params)};
     DecodeArgs& args = plan.args;
     if (args.cache_batch == 0) args.seqlen_k = 0;
+    args.heads_per_kv = FastDivmod(args.heads / args.kv_heads);
+    args.kv_heads_divmod = FastDivmod(args.kv_heads);
     args.score_cap = static_cast<float>(args.softcap);
     args.score_scale = static_cast<float>(args.softcap > 0 ? args.softmax_scale / args.softcap : args.softmax_scale);
     args.max_rows = static_cast<int>(std::min(rows, args.seqlen_q));

@@ -62,5 +62,6 @@ __all__ = [
     "get_available_backends",
     "merge_attention",
     "pad_input",
+    "relative",
     "unpad_input",
 ]

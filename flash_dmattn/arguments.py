@@ -11,6 +11,7 @@ from torch import Tensor
 from . import ops
 
 INT64_MAX = 2**63 - 1
+INT32_ARGUMENTS = ("cu_seqlens", "cache_seqlens", "cache_batch_idx", "block_table", "indices")
 
 
 def names(dtypes) -> str:
@@ -36,8 +37,10 @@ def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -
 
 def as_tensor_hint(name: str, value: object) -> str:
     """The end of an error for NumPy arrays and sequences in place of tensors."""
-    is_array = isinstance(value, (list, tuple)) or hasattr(value, "__array__")
-    return f": pass torch.as_tensor({name})" if is_array and not isinstance(value, Tensor) else ""
+    if isinstance(value, Tensor) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
+        return ""
+    dtype = ", dtype=torch.int32" if name.startswith(INT32_ARGUMENTS) else ""  # as_tensor makes int64
+    return f": pass torch.as_tensor({name}{dtype})"
 
 
 def require_dense(name: str, value: Tensor) -> None:

@@ -11,6 +11,11 @@ def is_one_of(size: int, *accepted: int | None) -> bool:
     return any(size == x for x in accepted)
 
 
+def shares_batch(size: int, batch: int) -> bool:
+    """Whether `size` batch elements of a mask or bias fit `batch`: equally many, or each is shared by B / size."""
+    return size == batch or (size > 0 and batch % size == 0)
+
+
 def expand_shared(scores: Tensor, batch: int, heads: int) -> Tensor:
     """({B|B/n|1}, {H|Hkv|1}, ..) to ({B|1}, {H|1}, ..): repeats what batch elements and heads share."""
     n, group = (1 if shared in (1, size) else size // shared for shared, size in zip(scores.shape, (batch, heads)))

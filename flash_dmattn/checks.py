@@ -27,7 +27,7 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
-from .broadcast import is_one_of
+from .broadcast import is_one_of, shares_batch
 from .call import Call
 from .deprecation import deprecated
 from .masks import SPARSE, KeyIntervalMask, KeyLists, Mask
@@ -56,7 +56,7 @@ def check_options(call: Call) -> None:
         call.window_size,
         "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
         if call.varlen is None
-        else "relative_bias=flash_dmattn.relative.window(max_seqlen_k, left, right)",
+        else "attn_mask=KeyIntervalMask.sliding_window_varlen(cu_seqlens_q, cu_seqlens_k, total_k, (left, right))",
     )
     if call.window_size is not None:
         call.window_size = require_count("window_size", call.window_size)
@@ -211,7 +211,7 @@ def check_row_bias(call: Call) -> None:
     batch, rows, heads, _ = query.shape
     own = bias.shape[0]
     for dim, size, fits in (
-        (0, batch, is_one_of(own, batch, 1) or (own > 0 and batch % own == 0)),
+        (0, batch, shares_batch(own, batch)),
         (1, heads, is_one_of(bias.shape[1], heads, call.key.shape[2], 1)),
         (2, rows, is_one_of(bias.shape[2], rows, 1)),
     ):

@@ -9,6 +9,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
 from .arguments import (
+    as_tensor_hint,
     require_bool,
     require_count,
     require_device,
@@ -122,7 +123,7 @@ def flash_dmattn_with_kvcache(
         relative_bias = cast_bias(relative_bias, k_cache.dtype) if is_half(relative_bias) else relative_bias
         sinks = sinks.to(k_cache.dtype) if is_half(sinks) else sinks
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
-    checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity, left, right)")
+    checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity + 1, left, right)")
     if window_size is not None:
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:
@@ -198,7 +199,10 @@ def check_options(
 
 
 def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tensor:
-    length = require_count("cache_seqlens", cache_seqlens, "a torch.Tensor or an int")
+    accepted = "a torch.Tensor or an int"
+    if as_tensor_hint("cache_seqlens", cache_seqlens):
+        require_tensor("cache_seqlens", cache_seqlens, accepted)
+    length = require_count("cache_seqlens", cache_seqlens, accepted)
     if isinstance(length, int) and length > INT32_MAX:
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
     return torch.full((batch,), length, dtype=torch.int32, device=device)

@@ -43,16 +43,16 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
     return rearrange(hidden_states, "b s ... -> (b s) ...")[indices], indices, cu_seqlens, max_seqlen
 
 
-def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (total, ...) to (batch_size, seqlen, ...), with zeros as padding.
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of `unpad_input`: (total, ...) to (batch, seqlen, ...), with zeros as padding.
 
     Args:
         hidden_states: (total, ...).
-        indices: integers (total), the position of each token among the batch_size * seqlen.
-        batch_size, seqlen: B and S.
+        indices: integers (total), the position of each token among the batch * seqlen.
+        batch, seqlen: B and S.
 
     Returns:
-        (batch_size, seqlen, ...) in hidden_states' dtype.
+        (batch, seqlen, ...) in hidden_states' dtype.
 
     Raises:
         ValueError: an invalid shape; on the CPU also indices out of range.
@@ -62,7 +62,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
     require_tensor("hidden_states", hidden_states)
     require_integers("indices", indices)
     require_device("indices", indices, hidden_states.device, "hidden_states")
-    batch_size, seqlen = require_count("batch_size", batch_size), require_count("seqlen", seqlen)
+    batch, seqlen = require_count("batch", batch), require_count("seqlen", seqlen)
     if hidden_states.ndim == 0:
         raise ValueError("hidden_states must be (total, ...), got shape ()")
     if indices.ndim != 1 or indices.shape[0] != hidden_states.shape[0]:
@@ -71,11 +71,11 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch_size: int, seqlen: i
         )
     if is_host_readable(indices) and indices.numel():
         first, last = (int(bound) for bound in indices.aminmax())
-        if first < 0 or last >= batch_size * seqlen:
+        if first < 0 or last >= batch * seqlen:
             raise ValueError(
-                f"indices must be from 0 to batch_size * seqlen - 1 = {batch_size * seqlen - 1}, "
+                f"indices must be from 0 to batch * seqlen - 1 = {batch * seqlen - 1}, "
                 f"got {first if first < 0 else last}"
             )
-    padded = hidden_states.new_zeros(batch_size * seqlen, *hidden_states.shape[1:])
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     padded = padded.index_copy(0, indices.long(), hidden_states)
-    return rearrange(padded, "(b s) ... -> b s ...", b=batch_size, s=seqlen)
+    return rearrange(padded, "(b s) ... -> b s ...", b=batch, s=seqlen)

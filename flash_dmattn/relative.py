@@ -167,14 +167,16 @@ def sandwich(heads: int, max_distance: int, dim: int = 128, device: torch.device
     return (product / ratio[:, None]).float()[None]
 
 
-def window(max_distance: int, left: int, right: int = 0, device: torch.device | str | None = None) -> Tensor:
+def window(
+    max_distance: int, left: int | None, right: int | None = 0, device: torch.device | str | None = None
+) -> Tensor:
     """A sliding window: 0 for the keys from `left` before the row's own to `right` after it, -inf for the others.
 
     Blocks that it masks are skipped.
 
     Args:
         max_distance: above left and right, so that the clamped entries mask.
-        left, right: the number of keys before and after the row's own.
+        left, right: the number of keys before and after the row's own; None for no limit.
         device: the device of the table.
 
     Returns:
@@ -184,12 +186,18 @@ def window(max_distance: int, left: int, right: int = 0, device: torch.device | 
         TypeError, ValueError: an argument that is not an int or is negative, a max_distance that is not above left and
             right.
     """
-    left, right = require_count("left", left), require_count("right", right)
+    left, right = (
+        keys if keys is None else require_count(name, keys) for name, keys in (("left", left), ("right", right))
+    )
     distance = distances(max_distance, device)
-    if max(left, right) >= max_distance:
+    if any(keys is not None and keys >= max_distance for keys in (left, right)):
         raise ValueError(f"max_distance must be above left and right, got {max_distance}, {left} and {right}")
-    masked = (distance < -left) | (distance > right)
-    return torch.zeros_like(masked, dtype=torch.float32).masked_fill(masked, -torch.inf)[None, None]
+    table = torch.zeros_like(distance, dtype=torch.float32)
+    if left is not None:
+        table = table.masked_fill(distance < -left, -torch.inf)
+    if right is not None:
+        table = table.masked_fill(distance > right, -torch.inf)
+    return table[None, None]
 
 
 def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:

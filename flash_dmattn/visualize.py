@@ -127,6 +127,8 @@ def picture_of(mask: object, seqlen_q: int | None, batch: int, head: int, is_cau
     is_varlen = isinstance(mask, KeyLists) and mask.cu_seqlens_q is not None
     dims = 3 if isinstance(source, KeyIntervalMask) else 4
     shape = source.indices.shape if isinstance(source, KeyIndices) else source.shape
+    if isinstance(source, BoolMask) and len(shape) == 2:
+        raise ValueError(f"mask must have 4 dimensions, got shape {shape_of(source)}: pass mask[None, None]")
     if is_varlen or len(shape) != dims:
         raise ValueError(
             f"mask must be of fixed length, got {'lists of variable length' if is_varlen else shape_of(source)}: "

@@ -199,7 +199,8 @@ void check_kernels(const Tensor& query) {
 }
 
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
-    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask));
+    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask),
+                     mask.is_floating_point() ? ": pass an additive mask as attn_bias" : "");
     check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 

@@ -35,7 +35,7 @@ from ..arguments import (
     shape_of,
 )
 from ..biases import is_masked
-from ..broadcast import is_one_of
+from ..broadcast import is_one_of, shares_batch
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
 from ..masks import KeyIntervalMask
@@ -435,10 +435,9 @@ def fits_scores(scores: Tensor, query: Tensor, key: Tensor) -> bool:
         return scores.ndim == 4
     batch, rows, heads, _ = query.shape
     own_batch, own_heads, own_rows, own_keys = scores.shape
-    fits_batch = own_batch == batch or (own_batch > 0 and batch % own_batch == 0)
     fits_heads = is_one_of(own_heads, heads, key.shape[2], 1)
     fits_keys = own_keys == 1 or own_keys >= key.shape[1]
-    return fits_batch and fits_heads and is_one_of(own_rows, rows, 1) and fits_keys
+    return shares_batch(own_batch, batch) and fits_heads and is_one_of(own_rows, rows, 1) and fits_keys
 
 
 def require_position_bias(bias: Tensor, query: Tensor, key: Tensor) -> None:

@@ -29,6 +29,7 @@ from ..interface import flash_dmattn_func
 
 # A mask bias of at most this value masks its key: in float32 its exp is 0 relative to ordinary scores.
 MASK_THRESHOLD = -1e4
+BAD_MASK_BIAS = f"biases[0] must be 0 or at most {MASK_THRESHOLD:g} with a pair bias"
 
 
 def triangle_attention(
@@ -173,12 +174,11 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
         raise ValueError("biases[0] must not require a gradient with a pair bias: pass its detach()")
     visible = mask_bias == 0
     is_valid = visible | (mask_bias <= MASK_THRESHOLD)
-    message = f"biases[0] must be 0 or at most {MASK_THRESHOLD:g} with a pair bias"
     if is_host_readable(mask_bias):
         if not is_valid.all():
-            raise ValueError(f"{message}, got {mask_bias[~is_valid][0].item():g}")
+            raise ValueError(f"{BAD_MASK_BIAS}, got {mask_bias[~is_valid][0].item():g}")
     else:
-        assert_later(is_valid, message)
+        assert_later(is_valid, BAD_MASK_BIAS)
     return visible
 
 

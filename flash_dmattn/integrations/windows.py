@@ -20,7 +20,7 @@ def window_attention(
     value: Tensor,
     attn_mask: Tensor | None = None,
     attn_bias: Tensor | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Tensor | None = None,
     is_causal: bool = False,
     softcap: float = 0.0,
     deterministic: bool = False,

@@ -22,7 +22,7 @@ from ..arguments import (
     shape_of,
 )
 from ..biases import least
-from ..broadcast import expand_shared, is_one_of
+from ..broadcast import expand_shared, is_one_of, shares_batch
 from .combined import divide
 from .topk import topk_mask
 
@@ -116,7 +116,7 @@ def smooth_blocks(mask: Tensor, block_size: int) -> Tensor:
 def _check_shape(name: str, tensor: Tensor, layout: str, batch_size: int, query_len: int, key_lens: tuple) -> None:
     fits = (
         tensor.ndim == 4
-        and (is_one_of(tensor.shape[0], batch_size, 1) or (tensor.shape[0] > 0 and batch_size % tensor.shape[0] == 0))
+        and shares_batch(tensor.shape[0], batch_size)
         and is_one_of(tensor.shape[2], query_len, 1)
         and is_one_of(tensor.shape[3], *key_lens)
     )

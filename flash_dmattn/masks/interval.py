@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -14,6 +16,7 @@ from ..arguments import (
     names,
     require_bool,
     require_count,
+    require_int,
     require_integers,
     require_length,
     require_tensor,
@@ -191,11 +194,16 @@ class KeyIntervalMask(Container, Mask):
             raise IndexError(f"a mask is indexed by {accepted}, got shape {shape_of(index)}")
         return self._of_same_kind(self.intervals[:, index])
 
-    def __and__(self, other: KeyIntervalMask | Tensor) -> KeyIntervalMask | Tensor:
+    @overload
+    def __and__(self, other: KeyIntervalMask) -> KeyIntervalMask: ...
+    @overload
+    def __and__(self, other: Tensor) -> Tensor: ...
+
+    def __and__(self, other):
         """The scores that both masks allow. Batch sizes must be equal or 1; one head count must divide the other.
 
         With a bool tensor ({B|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}) a bool tensor. Where the mask has no `rows` and the tensor
-        one row, Sq is Sk.
+        one row, Sq is Sk. In a graph of torch.compile with fullgraph=True write `a.to_dense(Sq) & b`.
         """
         if isinstance(other, Tensor):
             return intersection_with_bool(self, other)
@@ -236,9 +244,11 @@ class KeyIntervalMask(Container, Mask):
 
         Raises:
             ValueError: a mask of fixed length; keys that are not in order or not of the mask.
+            TypeError: a key that is not an int.
         """
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
+        first, last = require_int("first", first), require_int("last", last)
         if not 0 <= first <= last <= self.shape[0]:
             raise ValueError(f"first and last must be in order, from 0 to {self.shape[0]} keys, got {first} and {last}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
@@ -277,7 +287,7 @@ class KeyIntervalMask(Container, Mask):
         cls,
         seqlen_q: int,
         seqlen_k: int,
-        window_size: int | tuple[int, int],
+        window_size: int | tuple[int | None, int | None],
         device: torch.device | str | None = None,
     ) -> KeyIntervalMask:
         """Row i sees the keys around key i + (Sk - Sq). (1, 1, Sk).
@@ -285,27 +295,50 @@ class KeyIntervalMask(Container, Mask):
         Args:
             seqlen_q, seqlen_k: Sq and Sk.
             window_size: the number of keys that a row sees, up to key i + (Sk - Sq); or (left, right): the number of
-                keys before and after that key.
+                keys before and after that key, None for no limit.
             device: the device of the mask.
 
         Raises:
             TypeError, ValueError: a length that is not an int, is negative or is above 2^30; a window_size that is
                 neither an int nor two, or negative.
         """
-        accepted = "an int or a tuple (left, right)"
-        if isinstance(window_size, tuple):
-            if len(window_size) != 2:
-                raise ValueError(f"window_size must be {accepted}, got {window_size}")
-            left, right = window_size
-            hint = ": pass seqlen_k for no limit"
-            left = require_count("window_size[0]", left, hint=hint)
-            right = require_count("window_size[1]", right, hint=hint)
-        else:
-            left, right = require_count("window_size", window_size, accepted) - 1, 0
-        own = own_rows(seqlen_q, seqlen_k, device)
-        left, right = min(left, NEVER - 1), min(right, NEVER)  # int32 holds their sums with any row
-        start, end = (own - right).clamp_(min=0), (own + (left + 1)).clamp_(min=0)
+        left, right = window_sides(window_size)
+        start, end = window_around(own_rows(seqlen_q, seqlen_k, device), left, right)
         return cls(start, end, keys_per_row=left + right + 1, rows=seqlen_q)
+
+    @classmethod
+    def sliding_window_varlen(
+        cls,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        total_k: int,
+        window_size: int | tuple[int | None, int | None],
+    ) -> KeyIntervalMask:
+        """`sliding_window` for packed sequences: row i of a sequence sees the keys around key i + (Sk - Sq) of it.
+
+        Args:
+            cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
+            cu_seqlens_k: int32 (B + 1), the same for keys.
+            total_k: the number of all keys.
+            window_size: as in `sliding_window`.
+
+        Returns:
+            (total_k, 1). No row sees the keys after the last sequence.
+
+        Raises:
+            TypeError, ValueError: an invalid argument; the values of cu_seqlens are checked on the CPU only.
+        """
+        left, right = window_sides(window_size)
+        total_k = require_position("total_k", total_k)
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=(total_k, "the given total_k"), or_less=True)
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, cu_seqlens_k, "cu_seqlens_k")
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        sequence = sequence_of_keys(cu_seqlens_k, total_k)
+        more_keys = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))
+        position = torch.arange(total_k, dtype=torch.int32, device=cu_seqlens_k.device) - cu_seqlens_k[sequence]
+        start, end = window_around(position - more_keys[sequence], left, right)
+        end = torch.where(sequence < len(cu_seqlens_k) - 1, end, 0)
+        return cls(start[:, None], end[:, None], keys_per_row=left + right + 1)
 
     @classmethod
     def documents(
@@ -462,6 +495,25 @@ class KeyIntervalMask(Container, Mask):
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)
+
+
+def window_sides(window_size: int | tuple[int | None, int | None]) -> tuple[int, int]:
+    """(left, right), at most what int32 can add to the number of a row. left is -1 for a window of no keys."""
+    accepted = "an int or a tuple (left, right)"
+    if not isinstance(window_size, tuple):
+        return min(require_count("window_size", window_size, accepted), NEVER) - 1, 0
+    if len(window_size) != 2:
+        raise ValueError(f"window_size must be {accepted}, got {window_size}")
+    left, right = (
+        NEVER if side is None else require_count(f"window_size[{i}]", side, hint=": pass None for no limit")
+        for i, side in enumerate(window_size)
+    )
+    return min(left, NEVER - 1), min(right, NEVER)
+
+
+def window_around(own_rows: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
+    """start and end of keys that the rows from `right` before to `left` after their own see."""
+    return (own_rows - right).clamp_(min=0), (own_rows + (left + 1)).clamp_(min=0)
 
 
 register(KeyIntervalMask, ("intervals",), ("keys_per_row", "unstructured", "rows"))

@@ -23,7 +23,7 @@ from ..arguments import (
     require_tensor,
     shape_of,
 )
-from ..broadcast import is_one_of
+from ..broadcast import is_one_of, shares_batch
 from ..ops.list_sizes import LIST_ROWS, MAX_TILE_ROWS, is_per_key
 from ..ops.schema import MaskTensors
 from .base import Mask, Problem
@@ -230,14 +230,17 @@ class KeyLists(Container, Mask):
 
     @property
     def batches(self) -> int:
+        """The batch elements, for variable length the sequences, that have lists of their own."""
         return self.spans.shape[1]
 
     @property
     def heads(self) -> int:
+        """H, Hkv or 1."""
         return self.spans.shape[2]
 
     @property
     def num_m_blocks(self) -> int:
+        """The lists of a head: one for each tile of rows, or 1."""
         return self.spans.shape[3]
 
     @property
@@ -252,6 +255,7 @@ class KeyLists(Container, Mask):
 
     @property
     def device(self) -> torch.device:
+        """The device of the lists."""
         return self.keys.device
 
     def lengths(self) -> Tensor:
@@ -344,8 +348,7 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -
         raise ValueError(f"attn_mask holds lists of {built} length, got inputs of {given} length")
     heads, kv_heads = query.shape[-2], key.shape[-2]
     batches = query.shape[0] if lists.cu_seqlens_q is None else lists.batches
-    shares = lists.batches == batches or (lists.batches > 0 and batches % lists.batches == 0)
-    if lists.needs_lists and not (shares and is_one_of(lists.heads, heads, kv_heads, 1)):
+    if lists.needs_lists and not (shares_batch(lists.batches, batches) and is_one_of(lists.heads, heads, kv_heads, 1)):
         raise ValueError(
             f"attn_mask must hold lists of {batches} batch elements, or a number that divides them, and of {heads}, "
             f"{kv_heads} or 1 heads, got {lists.batches} and {lists.heads}"

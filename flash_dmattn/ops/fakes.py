@@ -43,7 +43,7 @@ def guard_free(size):
 def attention_forward(*args):
     query = Arguments(*args).query
     *batch, seqlen_q, heads, _ = query.shape
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse_dtype = accumulation_dtype(query.dtype)
     return query.new_empty(query.shape), query.new_empty((*batch, heads, seqlen_q), dtype=lse_dtype)
 
 

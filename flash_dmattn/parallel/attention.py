@@ -19,7 +19,7 @@ from ..relative import shifted
 from ..sinks import apply_sinks
 from . import halo
 from .agreement import EMPTY_SIGNATURE, agree, kinds_of, signature_of
-from .call import Mask, ShardedCall, check_call, check_lengths, check_whole
+from .call import ShardedCall, ShardedMask, check_call, check_lengths, check_whole
 from .dense import GatheredAttention, make_gather_plan
 from .groups import Group, exchange_on_host, resolve_group
 from .layout import Layout
@@ -32,7 +32,7 @@ def context_parallel_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Mask = None,
+    attn_mask: ShardedMask = None,
     attn_bias: Tensor | None = None,
     *,
     group: Group = None,
@@ -69,8 +69,8 @@ def context_parallel_attention(
         value: (B, S_r, Hkv, Dv). With cu_seqlens (S_r, Hkv, Dv).
         attn_mask: a KeyIntervalMask ({B|1}, {H|Hkv|1}, S_r) of the local keys whose starts and ends count the rows of
             the whole sequence (`shard` creates it from a whole mask); or bool, True = visible: per key
-            ({B|1}, {H|Hkv|1}, 1, S_r) of the local keys, dense ({B|1}, {H|Hkv|1}, S_r, S) of the local rows and all
-            keys in the order of the sequence, or per row ({B|1}, {H|Hkv|1}, {S_r|1}, 1). With cu_seqlens
+            ({B|B/n|1}, {H|Hkv|1}, 1, S_r) of the local keys, dense ({B|B/n|1}, {H|Hkv|1}, S_r, S) of the local rows and
+            all keys in the order of the sequence, or per row ({B|B/n|1}, {H|Hkv|1}, {S_r|1}, 1). With cu_seqlens
             bool (S_r, {H|Hkv|1}), or a KeyIntervalMask that counts the rows of each key's own sequence.
         attn_bias: the shapes of a bool mask, in query's dtype or float32.
         group: a torch.distributed.ProcessGroup, a one-dimensional DeviceMesh, or None: all processes.
@@ -160,7 +160,7 @@ def attend(call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: 
 
 
 def attend_locally(
-    call: ShardedCall, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, window_size: int | None = None
+    call: ShardedCall, key: Tensor, value: Tensor, mask: ShardedMask, bias: Tensor | None, window_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of the local rows to keys on this rank."""
     has_mask = mask is not None or window_size is not None

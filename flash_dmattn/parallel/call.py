@@ -22,7 +22,7 @@ from ..ops.schema import NO_MASK
 from ..sinks import check_sinks
 from .layout import Layout, check_layout, zigzag_chunk_length
 
-Mask = Union[Tensor, KeyIntervalMask, None]
+ShardedMask = Union[Tensor, KeyIntervalMask, None]
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ def checked_relative_bias(call: ShardedCall) -> Tensor:
     return accumulated(call.relative_bias, call.query)
 
 
-def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> tuple:
+def batched(query: Tensor, key: Tensor, value: Tensor, mask: ShardedMask, bias: Tensor | None) -> tuple:
     """Packed sequences as one batch element: (S_r, heads, ..) to (1, S_r, heads, ..)."""
     for name, rows in (("query", query), ("key", key), ("value", value)):
         require_tensor(name, rows)
@@ -115,11 +115,11 @@ def batched(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor 
     return query[None], key[None], value[None], *per_key
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, mask: ShardedMask, bias: Tensor | None) -> None:
     """Checks all shapes but the last two dimensions of mask and bias, which depend on the other ranks' lengths."""
     checks.check_tensors(Call(query, key, value), NO_MASK, None)
 
-    def check_beside(x: Mask, mask: Mask, bias: Tensor | None) -> None:
+    def check_beside(x: ShardedMask, mask: ShardedMask, bias: Tensor | None) -> None:
         keys = key
         if isinstance(x, Tensor) and x.ndim == 4 and not is_one_of(x.shape[3], 1, key.shape[1]):
             keys = key.new_empty(1).expand(key.shape[0], x.shape[3], *key.shape[2:])

@@ -66,7 +66,7 @@ FIXED = {
     "float mask": (
         lambda: call(attn_mask=torch.zeros(1, 1, 5, 7)),
         TypeError,
-        r"attn_mask must be bool \(True = visible\), got float32",
+        r"attn_mask must be bool \(True = visible\), got float32: pass an additive mask as attn_bias",
     ),
     "mask of 2 dimensions": (
         lambda: call(attn_mask=torch.ones(5, 7, dtype=torch.bool)),
@@ -449,7 +449,7 @@ VARLEN = {
     "cu_seqlens is no tensor": (
         lambda: varlen(cu_q=[0, 5]),
         TypeError,
-        r"cu_seqlens_q must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens_q\)",
+        r"cu_seqlens_q must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens_q, dtype=torch.int32\)",
     ),
     "cu_seqlens are missing": (lambda: varlen(cu_q=None), TypeError, "cu_seqlens_q is required, got None"),
     "max_seqlen is missing": (lambda: varlen(max_k=None), TypeError, "max_seqlen_k is required, got None"),
@@ -592,7 +592,7 @@ COMPILED = {
     "mask dtype": (
         lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
         TypeError,
-        r"attn_mask must be bool \(True = visible\), got float32",
+        r"attn_mask must be bool \(True = visible\), got float32: pass an additive mask as attn_bias",
     ),
     "bias shape": (
         lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),

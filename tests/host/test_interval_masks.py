@@ -10,6 +10,7 @@ from flash_dmattn import (
     KeyLists,
     flash_dmattn_func,
     flash_dmattn_func_auto,
+    flash_dmattn_varlen_func,
     relative,
 )
 
@@ -79,6 +80,29 @@ def test_causal_and_sliding_window(seqlen_q, seqlen_k):
         mask = KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))
         assert torch.equal(mask.to_dense(seqlen_q)[0, 0], (own - left <= keys) & (keys <= own + right))
         assert mask.keys_per_row == left + right + 1
+    for left, right in ((None, 1), (2, None), (None, None)):
+        widest = [20 if side is None else side for side in (left, right)]
+        ours, expected = (KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, w) for w in ((left, right), tuple(widest)))
+        assert torch.equal(ours.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 99, (2, 1), (None, 0), (0, None), (None, None)])
+def test_sliding_window_varlen(window):
+    """Sequences with more keys than rows, fewer, none, and keys after the last sequence."""
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 10, 14], [0, 5, 9, 9, 13]))
+    mask = KeyIntervalMask.sliding_window_varlen(cu_seqlens_q, cu_seqlens_k, 15, window)
+    assert mask.shape == (15, 1) and (mask.end[13:] == 0).all()
+    for rows, first, last in zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k[:-1].tolist(), cu_seqlens_k[1:].tolist()):
+        expected = KeyIntervalMask.sliding_window(rows, last - first, window)
+        assert torch.equal(mask.sequence(first, last).to_dense(rows), expected.to_dense())
+    query, key, value = (torch.randn(total, 2, 8, dtype=torch.float64) for total in (14, 13, 13))
+    mask = KeyIntervalMask.sliding_window_varlen(cu_seqlens_q, cu_seqlens_k, 13, window)
+    sequences = (cu_seqlens_q, cu_seqlens_k, 7, 5)
+    out = flash_dmattn_varlen_func(query, key, value, mask, None, *sequences)
+    if isinstance(window, tuple):
+        table = relative.window(20, *window).double()
+        expected = flash_dmattn_varlen_func(query, key, value, None, None, *sequences, relative_bias=table)
+        torch.testing.assert_close(out, expected)
 
 
 @settings(deadline=None, max_examples=50)
@@ -224,6 +248,21 @@ ERRORS = {
         ValueError,
         r"first and last must be in order, from 0 to \d+ keys, got 0 and 99",
     ),
+    "sequence of a str": (
+        lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).sequence("0", 9),
+        TypeError,
+        "first must be an int, got str",
+    ),
+    "varlen window offsets": (
+        lambda: KeyIntervalMask.sliding_window_varlen(CU_SEQLENS, CU_SEQLENS, 1, 2),
+        ValueError,
+        "cu_seqlens_k must be non-decreasing from 0 to at most 1, the given total_k",
+    ),
+    "varlen windows of other sequences": (
+        lambda: KeyIntervalMask.sliding_window_varlen(CU_SEQLENS[:1], CU_SEQLENS, 9, 2),
+        ValueError,
+        "cu_seqlens_q and cu_seqlens_k must both have",
+    ),
     "sequence": (lambda: MASK.sequence(0, 1), ValueError, r"has sequences, got \(2, 3, 4\)"),
     "rows": (lambda: MASK.to_dense(-1), ValueError, "seqlen_q must not be negative, got -1"),
     "causal": (lambda: KeyIntervalMask.causal(3.0, 4), TypeError, "seqlen_q must be an int, got float"),
@@ -241,7 +280,7 @@ ERRORS = {
     "window pair": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,
-        r"window_size\[1\] must not be negative, got -1: pass seqlen_k for no limit",
+        r"window_size\[1\] must not be negative, got -1: pass None for no limit",
     ),
     "documents of nothing": (
         lambda: KeyIntervalMask.documents(),
@@ -271,7 +310,7 @@ ERRORS = {
     "cu_seqlens as a list": (
         lambda: KeyIntervalMask.documents([0, 6], 8),
         TypeError,
-        r"cu_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens\)",
+        r"cu_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens, dtype=torch.int32\)",
     ),
     "topk varlen values": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),

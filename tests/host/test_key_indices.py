@@ -286,7 +286,7 @@ ERRORS = {
     "NumPy's indices": (
         lambda: made(INDICES.numpy()),
         TypeError,
-        r"indices must be a torch.Tensor, got ndarray: pass torch.as_tensor\(indices\)",
+        r"indices must be a torch.Tensor, got ndarray: pass torch.as_tensor\(indices, dtype=torch.int32\)",
     ),
     "indices of three dimensions": (
         lambda: made(INDICES[0]),

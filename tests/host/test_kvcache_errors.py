@@ -164,6 +164,10 @@ CASES = {
         *(fixed, {"cache_seqlens": 1.5}, TypeError),
         "cache_seqlens must be a torch.Tensor or an int, got float",
     ),
+    "cache_seqlens is a list": (
+        *(fixed, {"cache_seqlens": [1, 2]}, TypeError),
+        r"must be a torch.Tensor or an int, got list: pass torch.as_tensor\(cache_seqlens, dtype=torch.int32\)",
+    ),
     "cache_seqlens is None": (
         *(fixed, {"cache_seqlens": None}, TypeError),
         "cache_seqlens must be a torch.Tensor or an int, got NoneType",
@@ -305,7 +309,7 @@ CASES = {
     "sliding window of flash-attn": (
         *(fixed, {"window_size": (3, 0)}, TypeError),
         r"window_size must be an int, got \(3, 0\): it is top-k selection; a sliding window is "
-        r"relative_bias=flash_dmattn.relative.window\(capacity, left, right\)",
+        r"relative_bias=flash_dmattn.relative.window\(capacity + 1, left, right\)",
     ),
     "window is a float": (fixed, {"window_size": 1.0}, TypeError, "window_size must be an int, got float"),
     "scale is NaN": (

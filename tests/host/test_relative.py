@@ -5,6 +5,7 @@ import torch
 from helpers import inputs
 
 from flash_dmattn import (
+    KeyIntervalMask,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_kvpacked_func,
@@ -97,6 +98,9 @@ def test_window():
     assert (table == -torch.inf).sum() == 14
     with pytest.raises(ValueError, match="max_distance must be above left and right, got 9, 9 and 0"):
         relative.window(9, 9)
+    for left, right in ((None, 1), (3, None), (None, None)):
+        mask = KeyIntervalMask.sliding_window(5, 8, (left, right)).to_dense()
+        assert torch.equal(relative.dense(relative.window(9, left, right), 5, 8) == 0, mask)
 
 
 def test_tables_have_gradients():

@@ -114,7 +114,7 @@ PADDING_ERRORS = {
         r"indices must be from 0 to batch_size \* seqlen - 1 = 5, got 6",
     ),
     "indices below 0": (lambda: pad_input(TOKENS, INDICES - 1, 2, 3), ValueError, "indices must be from 0 .*, got -1"),
-    "float batch": (lambda: pad_input(TOKENS, INDICES, 2.0, 3), TypeError, "batch_size must be an int, got float"),
+    "float batch": (lambda: pad_input(TOKENS, INDICES, 2.0, 3), TypeError, "batch must be an int, got float"),
 }
 
 

@@ -105,6 +105,7 @@ REFUSED = [
     ((torch.ones(1, 1, 4, 4),), {}, TypeError, "mask must be bool, got float32"),
     (([1],), {}, TypeError, "^mask must be a bool torch.Tensor, a KeyIntervalMask or KeyLists, got list"),
     ((None,), {}, TypeError, "a KeyIntervalMask or KeyLists, got None"),
+    ((BOOL[0, 0],), {}, ValueError, r"mask must have 4 dimensions, got shape \(300, 421\): pass mask\[None, None\]"),
     ((BOOL[0],), {}, ValueError, r"fixed length, got \(3, 300, 421\): plot one sequence"),
     ((BOOL[:, :, :0],), {}, ValueError, "mask must have rows and keys, got 0 rows and 421 keys"),
     ((BOOL, 7), {}, ValueError, "seqlen_q must be the mask's 300, got 7"),

@@ -149,7 +149,6 @@ struct KeyListsView {
     int64_t m_block_rows = kRows;  // kRows or kRows / 2
     int64_t num_m_blocks = 1;      // ceil(Sq / m_block_rows), or 1 where all rows of a head share one list
     int64_t estimated_length = 0;  // the average capacity of a list; 0: unknown
-    bool row_broadcast = false;    // all rows of a head share one list, as with a key mask
 
     // The length of a list with its padding.
     static FLASH_DMATTN_HOST_DEVICE int64_t padded(int64_t length) { return (length + kAlign - 1) / kAlign * kAlign; }
@@ -157,29 +156,27 @@ struct KeyListsView {
     int64_t batch_of(int64_t batch) const { return batches > 1 ? batch / batch_group_size : 0; }
 };
 
-// How much of a block of scores a mask shows.
-enum class BlockKind : uint8_t { kEmpty, kMixed, kFull };
-
 // A bool mask as the CUDA kernels read it: packed to bits, with a block summary for every 64 rows (m_block) by 64 keys
-// (n_block). A block summary is the block's kind and its visible keys, which decide whether a kernel skips a block,
-// tests its scores, or need not test them. Broadcast rows, heads and batch elements are stored once. pack_mask_cuda
+// (n_block). A block summary has the block's visible keys and whether the mask shows all its scores: a kernel skips the
+// block, tests its scores, or need not test them. Broadcast rows, heads and batch elements are stored once. pack_mask_cuda
 // makes it; forward and backward share it.
 //
-// Blocks that causality hides entirely are kEmpty, and their bits are undefined. `visible_keys` has no keys that
+// Blocks that causality hides entirely have no visible keys, and their bits are undefined. `visible_keys` has no keys that
 // causality hides from all rows of a block.
 struct PackedMask {
-    static constexpr int64_t kBlock = 64;  // rows and keys of a block
+    static constexpr int64_t kBlock = 64;                           // rows and keys of a block
+    static constexpr int64_t kSummaryBytes = sizeof(uint64_t) + 1;  // of a block: its visible keys and is_full
 
     // [{B|B/n|1}, heads, {Sq|1}, words]; with variable length [B, heads, 1, words] where row_broadcast, else
     // [total_q, heads, words]. Bit j % 32 of word j / 32 is key j of the sequence. Bits beyond the last key are 0.
     uint32_t* bits = nullptr;
     // The visible keys: [batches, heads, num_m_blocks, num_n_blocks]. Bit j: some row of the block sees its key j.
     uint64_t* visible_keys = nullptr;
-    BlockKind* kinds = nullptr;     // [batches, heads, num_m_blocks, num_n_blocks]
+    bool* is_full = nullptr;        // [batches, heads, num_m_blocks, num_n_blocks]: all scores of the block are visible
     int64_t bits_batch_stride = 0;  // in words
     int64_t bits_head_stride = 0;
     int64_t bits_row_stride = 0;      // 0: broadcast over rows
-    int64_t blocks_batch_stride = 0;  // of visible_keys and kinds
+    int64_t blocks_batch_stride = 0;  // of visible_keys and is_full
     int64_t blocks_head_stride = 0;
     int64_t blocks_row_stride = 0;  // from m_block to m_block; 0: broadcast over rows
     int64_t batches = 1;            // B, B/n or 1
@@ -189,9 +186,10 @@ struct PackedMask {
     int64_t num_n_blocks = 0;
     int64_t words = 0;        // of a row, a multiple of 4
     int64_t bits_size = 0;    // elements of bits
-    int64_t blocks_size = 0;  // elements of visible_keys, and of kinds
+    int64_t blocks_size = 0;  // elements of visible_keys, and of is_full
 
     FLASH_DMATTN_HOST_DEVICE bool present() const { return bits != nullptr; }
+    FLASH_DMATTN_HOST_DEVICE bool row_broadcast() const { return bits_row_stride == 0; }
 };
 
 // The block summary of an interval mask: bounds of the key intervals of 64 keys (an n_block), with causality and
@@ -211,8 +209,7 @@ struct IntervalSummaries {
     IntervalBlockSummary* blocks = nullptr;  // [{B|1}, heads, num_n_blocks]; B where lengths differ
     int64_t batch_stride = 0;
     int64_t num_n_blocks = 0;
-    int64_t size = 0;                          // elements of blocks
-    uint32_t* tile_count_semaphore = nullptr;  // [1], zeroed: the counter of the forward's dynamic tile scheduler
+    int64_t size = 0;  // elements of blocks
 
     FLASH_DMATTN_HOST_DEVICE bool present() const { return blocks != nullptr; }
 };
@@ -239,7 +236,7 @@ struct AttentionParams {
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1]; null with fixed length
     const int32_t* cu_seqlens_k = nullptr;  // [B + 1]; null with fixed length
     // [B], forward only, with fixed length: the keys of each sequence in a partly filled cache, clamped to [0,
-    // seqlen_k]. Keys beyond are never read, and causality aligns to the last used key.
+    // seqlen_k]. Keys beyond may hold anything, and causality aligns to the last used key.
     const int32_t* seqused_k = nullptr;
 
     DataType dtype = DataType::kFloat32;  // of Q, K, V, O and their gradients
@@ -264,7 +261,9 @@ struct AttentionParams {
     RelativeBiasView relative_bias;
 };
 
-struct FwdParams : AttentionParams {};
+struct FwdParams : AttentionParams {
+    int32_t* tile_count_semaphore = nullptr;  // [1], zeroed: the counter of a dynamic tile scheduler; null: static
+};
 
 struct BwdParams : AttentionParams {
     RowsView dout;      // [B, Sq, H, D]

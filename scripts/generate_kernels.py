@@ -17,7 +17,7 @@ DTYPES = {"fp16": "half_t", "bf16": "bfloat16_t"}
 
 
 class Architecture(NamedTuple):
-    """The kernels of one folder of csrc/cuda, which have a row in csrc/cuda/arch.h."""
+    """The kernels of one folder of csrc/cuda, which have a row in csrc/cuda/architectures.h."""
 
     code: str | None  # built if the build targets this code; None: always built
     targets: list[str] | None  # nvcc's -gencode flags for the files; None: the targets of the build

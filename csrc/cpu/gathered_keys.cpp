@@ -9,7 +9,7 @@ namespace flash_dmattn {
 KeyList find_list(const AttentionParams& params, const Sequence& sequence, int64_t head, int64_t row, int64_t rows) {
     const KeyListsView& lists = params.lists;
     const int64_t list_head = head / (params.heads / lists.heads);
-    const int64_t m_block = lists.row_broadcast ? 0 : row / lists.m_block_rows;
+    const int64_t m_block = lists.num_m_blocks > 1 ? row / lists.m_block_rows : 0;
     const int64_t list = (lists.batch_of(sequence.batch) * lists.heads + list_head) * lists.num_m_blocks + m_block;
     const int64_t begin = lists.begins[list];
     const int32_t* keys = lists.keys + begin;

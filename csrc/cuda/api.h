@@ -12,16 +12,16 @@
 
 namespace flash_dmattn {
 
-// Strides and sizes of the packed form of params.mask, with null pointers: the caller allocates. total_q: rows of all
-// sequences, read only with variable length.
-PackedMask plan_packed_mask(const AttentionParams& params, int64_t total_q);
+// Strides and sizes of the packed form of params.mask, with null pointers: the caller allocates.
+PackedMask plan_packed_mask(const AttentionParams& params);
 // Reads params.mask once and fills `packed`.
 void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cudaStream_t stream);
 
 // Strides and sizes of the block summaries of params.intervals, with a null pointer: the caller allocates.
 IntervalSummaries plan_interval_summaries(const AttentionParams& params);
-// Reads params.intervals once, fills the block summaries and zeroes the tile counter.
-void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& summaries, cudaStream_t stream);
+// Reads params.intervals once and fills the block summaries; zeroes the counter of the forward's tile scheduler, if any.
+void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& summaries,
+                              int32_t* tile_count_semaphore, cudaStream_t stream);
 
 namespace cuda {
 

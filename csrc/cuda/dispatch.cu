@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "cuda/arch.h"
+#include "cuda/architectures.h"
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
 #include "cuda/common/device.h"

@@ -17,6 +17,13 @@ inline bool heads_share_keys(const AttentionParams& p) {
     return shared(p.packed_mask) && shared(p.intervals) && shared(p.lists) && shared(p.bias) && shared(p.relative_bias);
 }
 
+// Whether work tiles are ordered batch element by batch element: few of these share a dense bias, and CTAs that read the
+// same tile of it run together, so that it is read from memory once.
+inline bool orders_batch_first(const AttentionParams& p) {
+    constexpr int64_t kMaxBatch = 8;
+    return p.bias.kind == BiasKind::kDense && p.bias.batches == 1 && p.batch <= kMaxBatch;
+}
+
 // About the number of keys of a list, which only the device knows; without lists, of a sequence.
 inline int64_t estimated_list_length(const AttentionParams& p) {
     return p.lists.estimated_length > 0 ? std::min(p.lists.estimated_length, p.seqlen_k) : p.seqlen_k;

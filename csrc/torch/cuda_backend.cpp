@@ -32,41 +32,47 @@ void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr(
 PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
     packed.visible_keys = reinterpret_cast<uint64_t*>(tiles.data_ptr());
-    packed.kinds = reinterpret_cast<BlockKind*>(packed.visible_keys + packed.blocks_size);
+    packed.is_full = reinterpret_cast<bool*>(packed.visible_keys + packed.blocks_size);
     return packed;
 }
 
 // Packs params.mask, which is `mask`. Returns (bits, tiles).
 std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
-    const PackedMask plan = plan_packed_mask(p, mask.size(0));
+    const PackedMask plan = plan_packed_mask(p);
     const auto ints = mask.options().dtype(at::kInt);
     const Tensor bits = mask.dim() == 3
                             ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
                             : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
     const Tensor tiles =
-        at::empty({9, plan.batches, plan.heads, plan.num_m_blocks, plan.num_n_blocks}, mask.options().dtype(at::kByte));
+        at::empty({PackedMask::kSummaryBytes, plan.batches, plan.heads, plan.num_m_blocks, plan.num_n_blocks},
+                  mask.options().dtype(at::kByte));
     p.packed_mask = in_tensors(plan, bits, tiles);
     pack_mask_cuda(p, p.packed_mask, current_stream());
     return {bits, tiles};
 }
 
-// Fills the params with a packed mask, or summarizes intervals by tiles. Returns the memory of the summary.
-Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
+// Fills the params with a packed mask, or summarizes intervals by blocks. Returns the memory of the summaries.
+template <typename Params>
+Tensor prepare_mask(Params& p, const Inputs& in, cudaStream_t stream) {
     if (const OptionalTensor &bits = in.mask, &tiles = in.mask_tiles; bits) {
-        const PackedMask plan = plan_packed_mask(p, in.query.size(0));
-        TORCH_CHECK_VALUE(bits->numel() == plan.bits_size && tiles->numel() == 9 * plan.blocks_size,
-                          "mask and mask_tiles must be what pack_mask returned for these lengths");
+        const PackedMask plan = plan_packed_mask(p);
+        TORCH_CHECK_VALUE(
+            bits->numel() == plan.bits_size && tiles->numel() == PackedMask::kSummaryBytes * plan.blocks_size,
+            "mask and mask_tiles must be what pack_mask returned for these lengths");
         p.packed_mask = in_tensors(plan, *bits, *tiles);
     }
     if (!p.intervals.present() || p.lists.present()) return {};
     const IntervalSummaries plan = plan_interval_summaries(p);
     if (plan.size == 0) return {};
-    const int64_t bytes = plan.size * static_cast<int64_t>(sizeof(IntervalBlockSummary));
-    const Tensor memory = workspace(bytes + static_cast<int64_t>(sizeof(uint32_t)), in.query);
+    cuda::WorkspaceLayout layout;
+    const auto blocks = layout.allocate<IntervalBlockSummary>(plan.size), counter = layout.allocate<int32_t>(1);
+    const Tensor memory = workspace(layout.workspace_bytes, in.query);
     p.interval_summaries = plan;
-    p.interval_summaries.blocks = static_cast<IntervalBlockSummary*>(address(memory));
-    p.interval_summaries.tile_count_semaphore = reinterpret_cast<uint32_t*>(p.interval_summaries.blocks + plan.size);
-    summarize_intervals_cuda(p, p.interval_summaries, stream);
+    p.interval_summaries.blocks = blocks.in<IntervalBlockSummary>(address(memory));
+    int32_t* tile_count_semaphore = nullptr;
+    if constexpr (std::is_same_v<Params, FwdParams>)
+        tile_count_semaphore = p.tile_count_semaphore = counter.in<int32_t>(address(memory));
+    summarize_intervals_cuda(p, p.interval_summaries, tile_count_semaphore, stream);
     return memory;
 }
 
@@ -74,13 +80,13 @@ Tensor prepare_mask(AttentionParams& p, const Inputs& in, cudaStream_t stream) {
 template <typename Params, typename Run>
 void for_each_dispatch(const Params& p, const Run& run) {
     if (!p.packed_mask.present() || !p.lists.present()) return run(p);
-    Params by_lists = p, by_tiles = p;
+    Params by_lists = p, dense = p;
     by_lists.packed_mask = {};
     by_lists.device_dispatch = {p.lists.begins, true};
-    by_tiles.lists = {};
-    by_tiles.device_dispatch = {p.lists.begins, false};
+    dense.lists = {};
+    dense.device_dispatch = {p.lists.begins, false};
     run(by_lists);
-    run(by_tiles);
+    run(dense);
 }
 
 }  // namespace
@@ -270,10 +276,10 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
     return intervals;
 }
 
-void select_key_lists(const SelectParams& params, const Tensor& bias, int32_t* keys, int64_t* begins, int64_t* ends,
-                      uint32_t* rows) {
+void select_key_lists(const SelectParams& params, const SelectedListsPlan& plan, const Tensor& bias, int32_t* keys,
+                      int64_t* begins, int64_t* ends, uint32_t* rows) {
     const c10::cuda::CUDAGuard guard(bias.device());
-    select_key_lists_cuda(params, plan_select_key_lists(params), keys, begins, ends, rows, current_stream());
+    select_key_lists_cuda(params, plan, keys, begins, ends, rows, current_stream());
 }
 
 }  // namespace flash_dmattn

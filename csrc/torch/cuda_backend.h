@@ -64,7 +64,7 @@ void build_index_lists(const IndexListsParams& params, const IndexListsPlan& pla
 Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q, const OptionalTensor& cu_seqlens_q,
                       const OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_keys);
 // topk_lists (topk.h) on CUDA, as topk_lists_cpu (cpu/topk_lists.h).
-void select_key_lists(const SelectParams& params, const Tensor& bias, int32_t* keys, int64_t* begins, int64_t* ends,
-                      uint32_t* rows);
+void select_key_lists(const SelectParams& params, const SelectedListsPlan& plan, const Tensor& bias, int32_t* keys,
+                      int64_t* begins, int64_t* ends, uint32_t* rows);
 
 }  // namespace flash_dmattn

@@ -68,7 +68,7 @@ void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams&
     view.batches = kv_indptr.size(1);
     view.heads = kv_indptr.size(2);
     view.num_m_blocks = kv_indptr.size(3);
-    view.row_broadcast = !in.intervals && !in.kv_row_bits;
+    const bool row_broadcast = !in.intervals && !in.kv_row_bits;  // all rows of a head share one list
     if (in.kv_row_bits) {
         TORCH_CHECK_VALUE(in.kv_row_bits->dim() == 2 &&
                               (in.kv_row_bits->size(1) == KeyListsView::kRows / 32 ||
@@ -78,9 +78,9 @@ void set_list_sizes(KeyListsView& view, const Inputs& in, const AttentionParams&
                           shape_of(*in.kv_row_bits));
         view.m_block_rows = in.kv_row_bits->size(1) * 32;
     }
-    const int64_t num_m_blocks = view.row_broadcast ? 1 : (p.seqlen_q + view.m_block_rows - 1) / view.m_block_rows;
+    const int64_t num_m_blocks = row_broadcast ? 1 : (p.seqlen_q + view.m_block_rows - 1) / view.m_block_rows;
     const bool varlen = p.cu_seqlens_q != nullptr;
-    const bool or_more = varlen && !view.row_broadcast;  // the lists may have been built for longer sequences
+    const bool or_more = varlen && !row_broadcast;  // the lists may have been built for longer sequences
     TORCH_CHECK_VALUE(view.batches == p.batch || (!varlen && view.batches > 0 && p.batch % view.batches == 0),
                       "kv_indptr must be of ", p.batch,
                       varlen ? " sequences" : " batch elements or a number that divides them", ", got ", view.batches);
@@ -314,6 +314,7 @@ AttentionParams mask_params(const OptionalTensor& mask, const OptionalTensor& in
         TORCH_CHECK_VALUE(whole, "mask must be of ", seqlen_q, " rows and ", seqlen_k, " keys, got shape ",
                           shape_of(*mask));
         p.mask = score_view(scores);
+        if (dims == 3) p.total_q = scores.size(0);
     } else {
         TORCH_CHECK_VALUE(varlen || scores.size(2) == seqlen_k, "mask must be of ", seqlen_k,
                           " keys (seqlen_k), got shape ", shape_of(scores));

@@ -75,6 +75,7 @@ std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, c
     const AttentionParams p = mask_params(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k);
     const Tensor& source = mask ? *mask : *intervals;
     const bool bounded = intervals && keys_per_row;
+    TORCH_CHECK_VALUE(!limit || source.is_cpu(), "limit is for masks on the CPU, got one for a mask on CUDA");
     if (!source.is_cpu())
         return bounded ? build_bounded_lists(p, source, *keys_per_row) : build_counted_lists(p, source);
     return build_key_lists_cpu(p, source, bounded ? keys_per_row : std::nullopt, limit);

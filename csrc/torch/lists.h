@@ -27,7 +27,7 @@ KeyListTensors empty_key_lists(const Tensor& like, int64_t capacity, int64_t bat
 // keys_per_row: for intervals, a bound: no n consecutive rows see more than keys_per_row + n - 1 keys. Without it the
 //     total length of the lists is read back from the device. Too small a bound is an error on the CPU; on CUDA it
 //     truncates the lists.
-// limit: without keys_per_row, the total length beyond which empty lists are returned.
+// limit: on the CPU, without keys_per_row: the total length beyond which empty lists are returned.
 std::tuple<Tensor, Tensor, Tensor> build_key_lists(const OptionalTensor& mask, const OptionalTensor& intervals,
                                                    int64_t seqlen_q, int64_t seqlen_k, bool is_causal,
                                                    const OptionalTensor& cu_seqlens_q,

@@ -39,7 +39,8 @@ Tensor topk_intervals(const Tensor& bias, int64_t, int64_t, const OptionalTensor
                       std::optional<int64_t>) {
     refuse(bias);
 }
-void select_key_lists(const SelectParams&, const Tensor& bias, int32_t*, int64_t*, int64_t*, uint32_t*) {
+void select_key_lists(const SelectParams&, const SelectedListsPlan&, const Tensor& bias, int32_t*, int64_t*, int64_t*,
+                      uint32_t*) {
     refuse(bias);
 }
 

@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window
     }
     int32_t* keys = lists.kv_indices.data_ptr<int32_t>();
     if (!bias.is_cpu()) {
-        select_key_lists(p, bias, keys, lists.begins(), lists.ends(), lists.row_words());
+        select_key_lists(p, plan, bias, keys, lists.begins(), lists.ends(), lists.row_words());
     } else {
         check_order(topk_lists_cpu(p, plan, keys, lists.begins(), lists.ends(), lists.row_words()));
     }

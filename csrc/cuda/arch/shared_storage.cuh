@@ -1,4 +1,4 @@
-// The prologue of warp-specialized kernels.
+// Dynamic shared memory of kernels that use TMA and wgmma.
 #pragma once
 
 #include "cuda/common/basics.cuh"
@@ -9,11 +9,17 @@ constexpr int kSmemTileAlign = 1024;  // bytes; TMA and wgmma need it for swizzl
 
 struct Empty {};  // the type of a member that a kernel does not have
 
-// Returns the CTA's dynamic shared memory as a SharedStorage whose pipelines are initialized. All threads call.
+// The CTA's dynamic shared memory.
+template <typename SharedStorage>
+__device__ __forceinline__ SharedStorage& dynamic_shared_storage() {
+    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
+    return *reinterpret_cast<SharedStorage*>(raw_smem);
+}
+
+// The same with initialized pipelines. All threads call.
 template <typename SharedStorage>
 __device__ __forceinline__ SharedStorage& init_shared_storage() {
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<SharedStorage*>(raw_smem);
+    auto& smem = dynamic_shared_storage<SharedStorage>();
     if (threadIdx.x == 0) smem.init_pipelines();
     __syncthreads();
     return smem;

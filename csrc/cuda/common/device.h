@@ -10,7 +10,7 @@ struct Device {
     int64_t l2_bytes;
     int64_t shared_memory;  // the maximum of a CTA, in bytes
     int capability;         // compute capability: 90 for 9.0
-    int code;               // __CUDA_ARCH__ of the loaded code, which may be older than the device
+    int cuda_arch;          // __CUDA_ARCH__ of the loaded code, which may be older than the device
 };
 
 const Device& current_device();

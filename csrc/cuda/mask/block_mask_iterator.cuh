@@ -23,7 +23,7 @@ __device__ __forceinline__ bool has_mask(const AttentionParams& p) {
 
 // Whether the mask differs by row. If not, the visible keys of the block summaries are all of it.
 __host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionParams& p) {
-    return p.interval_summaries.present() || (p.packed_mask.present() && p.packed_mask.bits_row_stride != 0);
+    return p.interval_summaries.present() || (p.packed_mask.present() && !p.packed_mask.row_broadcast());
 }
 
 // The mask's block summaries of one batch element and head, combined to the kernel's block size.
@@ -55,12 +55,12 @@ public:
 #pragma unroll
         for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.visible_keys[w] = present ? 0 : ~0u;
         if (mask_.present()) {
-            const bool row_broadcast = mask_.blocks_row_stride == 0;
+            const bool row_broadcast = mask_.row_broadcast();
             const int end = row_broadcast ? 1 : last_row / kBlock + 1;
             constexpr int kUnroll = kRows > kBlock ? 2 : 1;  // independent loads
 #pragma unroll 1
             for (int row = row_broadcast ? 0 : first_row / kBlock; row < end; row += kUnroll) {
-                BlockKind kinds[kUnroll][kNumSummaries];
+                bool is_full[kUnroll][kNumSummaries];
                 uint64_t visible_keys[kUnroll][kNumSummaries];
 #pragma unroll
                 for (int r = 0; r < kUnroll; ++r)
@@ -69,14 +69,14 @@ public:
                         const int key = n_block * kNumSummaries + k;
                         const bool exists = row + r < end && key < mask_.num_n_blocks;
                         const int64_t at = offset_ + (row + r) * mask_.blocks_row_stride + key;
-                        kinds[r][k] = exists ? mask_.kinds[at] : BlockKind::kFull;
+                        is_full[r][k] = !exists || mask_.is_full[at];
                         visible_keys[r][k] = exists ? mask_.visible_keys[at] : 0;
                     }
 #pragma unroll
                 for (int r = 0; r < kUnroll; ++r)
 #pragma unroll
                     for (int k = 0; k < kNumSummaries; ++k) {
-                        summary.full &= kinds[r][k] == BlockKind::kFull;
+                        summary.full &= is_full[r][k];
                         add_visible_keys(summary, k, visible_keys[r][k]);
                     }
             }

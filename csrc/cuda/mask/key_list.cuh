@@ -73,7 +73,7 @@ struct KeyList {
             const int64_t offset = interval_offset(p.intervals, s, head, p.heads);
             start = p.intervals.start + offset;
             end = p.intervals.end + offset;
-        } else if (lists.rows != nullptr && !lists.row_broadcast) {
+        } else if (lists.rows != nullptr) {
             rows = lists.rows + first * kWords;
         }
     }

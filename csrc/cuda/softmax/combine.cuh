@@ -8,14 +8,14 @@
 
 namespace flash_dmattn::cuda {
 
-// Returns whether this CTA is the last of `blocks` to increment the counter. Then the writes of the others are visible.
+// Returns whether this CTA is the last of `num_ctas` to increment the counter. Then the writes of the others are visible.
 // All threads of the CTA call; `arrivals` is in shared memory.
-__device__ __forceinline__ bool is_last_cta(int32_t* split_counters, int blocks, int& arrivals) {
+__device__ __forceinline__ bool is_last_cta(int32_t* counter, int num_ctas, int& arrivals) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) arrivals = atomicAdd(split_counters, 1);
+    if (threadIdx.x == 0) arrivals = atomicAdd(counter, 1);
     __syncthreads();
-    if (arrivals != blocks - 1) return false;
+    if (arrivals != num_ctas - 1) return false;
     __threadfence();
     return true;
 }

@@ -10,8 +10,8 @@ namespace flash_dmattn::cuda {
 // 16 m + 8 h + fragment_row(). Scores times `to_log2` are exponents of 2.
 template <int kMFragments>
 struct OnlineSoftmax {
-    // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kSlack.
-    static constexpr float kSlack = 8;
+    // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kRescaleThreshold.
+    static constexpr float kRescaleThreshold = 8;
     // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
     static constexpr float kMaxShift = 1 << 20;
 
@@ -32,7 +32,7 @@ struct OnlineSoftmax {
     template <int kNFragments, typename MaskExtremes, typename Correct>
     __device__ __forceinline__ void update(float (&scores)[kMFragments][kNFragments][4], float to_log2, float extreme,
                                            const MaskExtremes& mask_extremes, const Correct& correct,
-                                           float slack = kSlack) {
+                                           float rescale_threshold = kRescaleThreshold) {
         float largest[kMFragments * 2];
         const auto compute_max = [&] {
             float odd[kMFragments * 2];  // odd columns: a second, independent dependency chain
@@ -59,7 +59,7 @@ struct OnlineSoftmax {
         compute_max();
 #pragma unroll
         for (int i = 0; i < kMFragments * 2; ++i) {
-            if ((largest[i] - max[i]) * to_log2 <= slack) largest[i] = max[i];
+            if ((largest[i] - max[i]) * to_log2 <= rescale_threshold) largest[i] = max[i];
             changes |= largest[i] != max[i];
         }
         if (__any_sync(~0u, changes || is_large)) {  // rare

@@ -1,6 +1,5 @@
 // Launches the radix select of key lists for few query rows (radix_selector.cuh).
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -31,48 +30,20 @@ Kernel kernel_of(DataType dtype) {
     }
 }
 
-// What the device and the loaded code allow a kernel, queried once per device and kernel.
-struct KernelLimits {
-    bool has_clusters;
-    int shared_bytes;  // dynamic shared memory available to a CTA
-};
-
-KernelLimits kernel_limits(DataType dtype) {
-    constexpr int kMaxDevices = 64, kTypes = 3;
-    static std::atomic<int> known[kMaxDevices][kTypes];  // 0: unknown, else 2 * bytes + clusters + 1
-    int device = 0;
-    FLASH_CUDA_CHECK(cudaGetDevice(&device));
-    const Kernel kernel = kernel_of(dtype);
-    const int type = static_cast<int>(dtype);
-    int answer = device < kMaxDevices ? known[device][type].load() : 0;
-    if (answer == 0) {
-        cudaFuncAttributes attributes;
-        FLASH_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-        const int64_t max_bytes = current_device().shared_memory;
-        const int bytes = static_cast<int>(max_bytes - static_cast<int64_t>(attributes.sharedSizeBytes)) / 1024 * 1024;
-        FLASH_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-        const bool clusters = current_device().code >= 900;
-        answer = 2 * bytes + clusters + 1;
-        if (device < kMaxDevices) known[device][type].store(answer);
-    }
-    return {(answer - 1) % 2 == 1, (answer - 1) / 2};
+// The CTAs that share a list: enough for most SMs, each with more than two steps of keys, because a cluster barrier
+// costs time.
+int cluster_of(const SelectParams& params, int64_t lists) {
+    const int64_t ctas = current_device().num_sms * 7 / 8;
+    int cluster = 1;
+    if (current_device().cuda_arch < 900) return cluster;
+    while (cluster < kMaxCluster && lists * cluster < ctas && params.keys > 2 * kStep * cluster) cluster *= 2;
+    return cluster;
 }
 
 }  // namespace
 }  // namespace cuda
 
-RadixSelectPlan plan_select_key_lists(const SelectParams& params) {
-    using namespace cuda;
-    RadixSelectPlan plan{plan_selected_lists(params)};
-    // Enough CTAs for most SMs, each with more than two steps of keys, because a cluster barrier costs time.
-    if (plan.lists == 0 || !kernel_limits(params.bias.dtype).has_clusters) return plan;
-    const int64_t blocks = current_device().num_sms * 7 / 8;
-    while (plan.cluster < kMaxCluster && plan.lists * plan.cluster < blocks && params.keys > 2 * kStep * plan.cluster)
-        plan.cluster *= 2;
-    return plan;
-}
-
-void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& plan, int32_t* keys, int64_t* begins,
+void select_key_lists_cuda(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
                            int64_t* ends, uint32_t* rows, cudaStream_t stream) {
     using namespace cuda;
     if (plan.lists == 0) return;
@@ -88,7 +59,7 @@ void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& pl
     selection.keys = static_cast<int>(params.keys);
     selection.rows = static_cast<int>(params.rows);
     selection.window = static_cast<int>(std::min<int64_t>(params.window, params.keys));
-    selection.cluster = plan.cluster;
+    selection.cluster = cluster_of(params, plan.lists);
     const int64_t bytes = bias.dtype == DataType::kFloat32 ? 4 : 2;
     selection.aligned = bias.col_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
                         selection.batch_stride * bytes % 16 == 0 && selection.head_stride * bytes % 16 == 0;
@@ -101,11 +72,14 @@ void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& pl
 
     // Keys that do not fit in registers are kept in shared memory if they fit there.
     constexpr int64_t kLoad = kGroups * kStep;
-    const int64_t share = ceil_div(ceil_div<int64_t>(params.keys, plan.cluster), kLoad) * kLoad;
-    const bool stores = share > kLoad && share * bytes <= kernel_limits(bias.dtype).shared_bytes;
-    selection.storable = stores ? static_cast<int>(share) : 0;
+    const int64_t share = ceil_div(ceil_div<int64_t>(params.keys, selection.cluster), kLoad) * kLoad;
+    const int64_t room =
+        (current_device().shared_memory - static_cast<int64_t>(sizeof(RadixSelectSharedStorage))) / 1024 * 1024;
+    selection.storable = share > kLoad && share * bytes <= room ? static_cast<int>(share) : 0;
 
-    launch_in_clusters(kernel_of(bias.dtype), grid_of(plan.lists * plan.cluster), plan.cluster, kThreads,
+    const Kernel kernel = kernel_of(bias.dtype);
+    allow_shared_memory(reinterpret_cast<const void*>(kernel), room);
+    launch_in_clusters(kernel, grid_of(plan.lists * selection.cluster), selection.cluster, kThreads,
                        selection.storable * bytes, stream, selection);
 }
 

@@ -31,16 +31,10 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
                            int32_t* intervals, cudaStream_t stream);
 
 // Few rows, fixed length: one kernel, no workspace. float16, bfloat16 and float32.
-struct RadixSelectPlan : SelectedListsPlan {
-    int cluster = 1;  // CTAs that share a list
-};
-
-RadixSelectPlan plan_select_key_lists(const SelectParams& params);
-
 // keys [capacity], begins and ends [lists], rows [capacity, KeyListsView::kRows / 32] (null if !has_rows), as in
 // KeyListsView: keys ascending, padded with -1 (rows: 0) to a multiple of KeyListsView::kAlign. The rows' bits include
 // causality; a single row sees its whole list.
-void select_key_lists_cuda(const SelectParams& params, const RadixSelectPlan& plan, int32_t* keys, int64_t* begins,
+void select_key_lists_cuda(const SelectParams& params, const SelectedListsPlan& plan, int32_t* keys, int64_t* begins,
                            int64_t* ends, uint32_t* rows, cudaStream_t stream);
 
 }  // namespace flash_dmattn

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned visited_keys = 0;
     if (chunk.exists(lists)) {
         const Sequence s(p, chunk.batch);
-        const bool row_broadcast = mask.blocks_row_stride == 0;
+        const bool row_broadcast = mask.row_broadcast();
         const int first = row_broadcast ? 0 : chunk.m_block * kBlocks;
         const int end = row_broadcast ? 1 : min(first + kBlocks, ceil_div(s.rows, kBlock));
         const int64_t offset = chunk.batch * mask.blocks_batch_stride + chunk.head * mask.blocks_head_stride;

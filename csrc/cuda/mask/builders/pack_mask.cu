@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarps * 32)
               batch = static_cast<int>(block.rest);
     const Sequence s(p, batch);
 
-    const bool row_broadcast = packed.bits_row_stride == 0;
+    const bool row_broadcast = packed.row_broadcast();
     const int rows = row_broadcast ? 1 : s.rows;
     const int first_row = m_block * kBlock;
     if (first_row >= rows) return;
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWarps * 32)
         const int64_t at = batch * packed.blocks_batch_stride + head * packed.blocks_head_stride +
                            m_block * packed.blocks_row_stride + first_key / kBlock + n_block;
         packed.visible_keys[at] = visible_keys;
-        packed.kinds[at] = visible_keys == 0 ? BlockKind::kEmpty : full ? BlockKind::kFull : BlockKind::kMixed;
+        packed.is_full[at] = full;
     };
     const bool has_n_block = n_block < kKeys / kBlock && first_key / kBlock + n_block < packed.num_n_blocks;
     if (first_key >= end) {
@@ -132,14 +132,14 @@ __global__ void __launch_bounds__(kWarps * 32)
 }  // namespace
 }  // namespace cuda
 
-PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
+PackedMask plan_packed_mask(const AttentionParams& p) {
     using cuda::ceil_div;
     const MaskView& mask = p.mask;
     const bool varlen = p.cu_seqlens_q != nullptr;
     const bool row_broadcast = mask.per_key;
     PackedMask packed;
     packed.batches = varlen ? p.batch : mask.batches;
-    packed.batch_group_size = packed.batches > 0 ? p.batch / packed.batches : 1;
+    packed.batch_group_size = mask.batch_group_size;
     packed.heads = mask.heads;
     packed.num_m_blocks = row_broadcast ? 1 : ceil_div(p.seqlen_q, PackedMask::kBlock);
     packed.num_n_blocks = ceil_div(p.seqlen_k, PackedMask::kBlock);
@@ -150,7 +150,7 @@ PackedMask plan_packed_mask(const AttentionParams& p, int64_t total_q) {
     packed.bits_row_stride = row_broadcast ? 0 : by_row ? packed.heads * packed.words : packed.words;
     packed.bits_head_stride = by_row ? packed.words : rows * packed.words;
     packed.bits_batch_stride = by_row || packed.batches == 1 ? 0 : packed.heads * rows * packed.words;
-    packed.bits_size = (by_row ? total_q : packed.batches * rows) * packed.heads * packed.words;
+    packed.bits_size = (by_row ? p.total_q : packed.batches * rows) * packed.heads * packed.words;
 
     packed.blocks_row_stride = row_broadcast ? 0 : packed.num_n_blocks;
     packed.blocks_head_stride = packed.num_m_blocks * packed.num_n_blocks;

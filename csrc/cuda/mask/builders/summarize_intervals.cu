@@ -14,9 +14,9 @@ constexpr int kThreads = 256;
 // One warp per block, two keys per lane.
 __global__ void __launch_bounds__(kThreads)
     summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
-                               const __grid_constant__ IntervalSummaries summaries) {
+                               const __grid_constant__ IntervalSummaries summaries, int32_t* tile_count_semaphore) {
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + warp_id();
-    if (index == 0 && lane_id() == 0) *summaries.tile_count_semaphore = 0;
+    if (index == 0 && lane_id() == 0 && tile_count_semaphore != nullptr) *tile_count_semaphore = 0;
     if (index >= summaries.size) return;
     const int first_key = static_cast<int>(index % summaries.num_n_blocks) * IntervalBlockSummary::kKeys;
     const int head = static_cast<int>(index / summaries.num_n_blocks % p.intervals.heads);
@@ -63,11 +63,12 @@ IntervalSummaries plan_interval_summaries(const AttentionParams& params) {
     return summaries;
 }
 
-void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& summaries, cudaStream_t stream) {
+void summarize_intervals_cuda(const AttentionParams& params, const IntervalSummaries& summaries,
+                              int32_t* tile_count_semaphore, cudaStream_t stream) {
     using namespace cuda;
     if (summaries.size == 0) return;
     const int64_t num_ctas = ceil_div<int64_t>(summaries.size, kThreads / 32);
-    summarize_intervals_kernel<<<grid_of(num_ctas), kThreads, 0, stream>>>(params, summaries);
+    summarize_intervals_kernel<<<grid_of(num_ctas), kThreads, 0, stream>>>(params, summaries, tile_count_semaphore);
     FLASH_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -161,16 +161,17 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdTileCho
 
 // Each gradient has an owner: nothing is summed in the workspace.
 Kernels::Launcher plan_short(const BwdParams& p, BwdPlan& plan) {
-    const auto* const kernel = is_short(p) ? kShortKernels.find(p) : nullptr;
-    if (kernel == nullptr) return nullptr;
+    if (!has_short_kernel(p)) return nullptr;
     plan.preprocess_delta = false;
-    return kernel->value;
+    return kShortKernels.find(p)->value;
 }
 
 }  // namespace
 
+bool has_short_kernel(const BwdParams& p) { return is_short(p) && kShortKernels.find(p) != nullptr; }
+
 bool plan_bwd(const BwdParams& p, BwdPlan& plan) {
-    const BwdTileChoice choice{uses_small_tiles(current_device().code)};
+    const BwdTileChoice choice{uses_small_tiles(current_device().cuda_arch)};
     Kernels::Launcher launch = plan_short(p, plan);
     if (launch == nullptr) {
         const KernelEntry* const kernel = kKernels.find(p);

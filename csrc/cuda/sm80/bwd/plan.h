@@ -13,6 +13,8 @@ struct BwdTileChoice {
 };
 
 bool plan_bwd(const BwdParams& params, BwdPlan& plan);
+// Whether a kernel for short sequences serves a call.
+bool has_short_kernel(const BwdParams& params);
 
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);

@@ -22,8 +22,7 @@ void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stre
     scheduler.num_m_blocks = static_cast<int>(ceil_div<int64_t>(p.seqlen_q * qheads_per_tile, Kernel::kRows));
     scheduler.heads = static_cast<int>(p.heads / qheads_per_tile);
     scheduler.batch = static_cast<int>(p.batch);
-    // CTAs that share a bias tile run together, so that it is read from memory once.
-    scheduler.batch_first = bias == BiasKind::kDense && p.bias.batches == 1 && p.batch <= 8;
+    scheduler.batch_first = orders_batch_first(p);
     params.is_unscaled = bias == BiasKind::kNone && !p.relative_bias.present() && p.softcap == 0 && p.softmax_scale > 0;
     params.scale = static_cast<float>(p.softmax_scale);
     params.to_log2 = params.is_unscaled ? params.scale * kLog2E : kLog2E;

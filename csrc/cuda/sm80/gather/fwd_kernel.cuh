@@ -86,8 +86,7 @@ public:
     }
 
 private:
-    using Mainloop::copy_to_k_, Mainloop::p_, Mainloop::query_row, Mainloop::params_, Mainloop::sequence,
-        Mainloop::warp_key_;
+    using Mainloop::copy_to_k_, Mainloop::p_, Mainloop::query_row, Mainloop::sequence, Mainloop::warp_key_;
     using Mainloop::warp_row_;
     using typename Mainloop::CopyKv;
 

@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdTensorMaps maps,
                const __grid_constant__ BwdScale scale, const __grid_constant__ BwdLaunchRange range) {
     if (is_inactive(p)) return;
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<BwdSharedStorage<Traits, kBias>*>(raw_smem);
+    auto& smem = dynamic_shared_storage<BwdSharedStorage<Traits, kBias>>();
     if (threadIdx.x == 0) {
         if (p.tile_count_semaphore != nullptr)
             smem.work_index = atomicAdd(p.tile_count_semaphore, 1) -

@@ -11,12 +11,14 @@ constexpr int kBwdConsumerWarpgroups = 2;                               // MMA w
 constexpr int kBwdProducerRegisters = 40, kBwdConsumerRegisters = 232;  // per thread
 
 // Entries that end in WG1 start one barrier per MMA warpgroup.
-enum BwdNamedBarriers : int {
-    kConsumers = 1,         // both MMA warpgroups: P and dS are complete in shared memory
-    kWarpgroupSyncWG1 = 2,  // the threads of one MMA warpgroup
-    kProducer = 4,          // the threads of the producer
-    // The other warpgroup has read this one's dS. Only the per-head sparse kernel, which has no kWarpgroupSyncWG1.
-    kDscoresReadWG1 = kWarpgroupSyncWG1,
+struct BwdNamedBarriers {
+    enum : int {
+        kConsumers = 1,         // both MMA warpgroups: P and dS are complete in shared memory
+        kWarpgroupSyncWG1 = 2,  // the threads of one MMA warpgroup
+        kProducer = 4,          // the threads of the producer
+        // The other warpgroup has read this one's dS. Only the per-head sparse kernel, which has no kWarpgroupSyncWG1.
+        kDscoresReadWG1 = kWarpgroupSyncWG1,
+    };
 };
 
 // What the dense and the sparse backward kernels share: tiles in shared memory, and how two warpgroups divide the GEMMs.

@@ -7,7 +7,7 @@
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
-#include "cuda/sm80/short_bwd/config.h"
+#include "cuda/sm80/bwd/plan.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
@@ -66,7 +66,7 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     plan.preprocess_delta = false;
     plan.adds_drelative_bias = false;
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
-    plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, pair_bias_batch_group_size(p));
+    plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, p.bias.batch_group_size);
     const int64_t blocks = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
     plan.dbias_partials = plan.allocate<float>(blocks * kPairBiasDbiasBlockSize);
     return true;
@@ -157,7 +157,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
 }  // namespace
 
 bool should_use_bwd(const BwdParams& params) {
-    if (sm80::is_short(params) && params.head_dim <= 64) return false;
+    if (sm80::has_short_kernel(params)) return false;
     const BwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);

@@ -14,8 +14,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-enum DecodeNamedBarriers : int {
-    kGroupSync = 1,  // + group: its warps, where it has more than one
+struct DecodeNamedBarriers {
+    enum : int {
+        kGroupSync = 1,  // + group: its warps, where it has more than one
+    };
 };
 
 template <typename T, int kHeadDim, int kWarps>
@@ -105,13 +107,13 @@ private:
 
         // Replaces scores by exp(score - base), with the lazy rescaling of OnlineSoftmax.
         __device__ void exponentiate(float (&scores)[4]) {
-            constexpr float kSlack = OnlineSoftmax<1>::kSlack;
+            constexpr float kRescaleThreshold = OnlineSoftmax<1>::kRescaleThreshold;
             float largest[2];
             bool grows = false;
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 largest[e] = column_max(fmaxf(scores[e], scores[2 + e]));
-                if (!((largest[e] - max[e]) * kLog2E > kSlack)) largest[e] = max[e];
+                if (!((largest[e] - max[e]) * kLog2E > kRescaleThreshold)) largest[e] = max[e];
                 grows |= largest[e] != max[e];
             }
             if (__any_sync(~0u, grows)) {

@@ -46,7 +46,6 @@ private:
     using QueryTile = typename SharedStorage::QueryTile;
     using KeyTile = typename SharedStorage::KeyTile;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
-    using NamedBarriers = typename SharedStorage::NamedBarriers;
     using Scores = float[1][kScoreFragments][4];
     using Probs = uint32_t[kKeys / 16][4];
     using Words = uint32_t[kWords];
@@ -58,14 +57,14 @@ private:
     using Bias = uint32_t[kHoldsBias ? kScoreFragments / 2 : 1][4];
 
     __device__ void warp_scheduler_barrier_sync() const {
-        named_barrier_sync(NamedBarriers::kWarpSchedulerWG1 + warpgroup_, 2 * kWarpgroupThreads);
+        named_barrier_sync(FwdNamedBarriers::kWarpSchedulerWG1 + warpgroup_, 2 * kWarpgroupThreads);
     }
     __device__ void warp_scheduler_barrier_arrive() const {
         const int next = (warpgroup_ + 1) % Traits::kConsumerWarpgroups;
-        named_barrier_arrive(NamedBarriers::kWarpSchedulerWG1 + next, 2 * kWarpgroupThreads);
+        named_barrier_arrive(FwdNamedBarriers::kWarpSchedulerWG1 + next, 2 * kWarpgroupThreads);
     }
     __device__ void sync_warpgroup() const {
-        named_barrier_sync(NamedBarriers::kWarpgroupSyncWG1 + warpgroup_, kWarpgroupThreads);
+        named_barrier_sync(FwdNamedBarriers::kWarpgroupSyncWG1 + warpgroup_, kWarpgroupThreads);
     }
 
     __device__ __forceinline__ void mainloop() {

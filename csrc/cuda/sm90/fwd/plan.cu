@@ -78,9 +78,9 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers,
     const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / qheads_per_tile;
     scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
     scheduler.num_m_blocks = FastDivmod(num_m_blocks);
-    scheduler.tile_count_semaphore = p.interval_summaries.tile_count_semaphore;
+    scheduler.tile_count_semaphore = p.tile_count_semaphore;
     scheduler.qheads_per_tile = qheads_per_tile;
-    scheduler.batch_first = has_dense_bias && p.bias.batches == 1 && p.batch <= 8;
+    scheduler.batch_first = orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
     // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
     // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.

@@ -39,13 +39,12 @@ struct FwdTensorMaps {
     CUtensorMap query, key, value, bias;
 };
 
-// Entries that end in WG1 start one barrier per MMA warpgroup.
-template <int kConsumerWarpgroups>
+// Entries that end in WG1 start one barrier per MMA warpgroup, of which there are at most three.
 struct FwdNamedBarriers {
     enum : int {
-        kWarpSchedulerWG1 = 1,                        // ping-pong: the warpgroup may issue GEMMs
-        kWarpgroupSyncWG1 = 1 + kConsumerWarpgroups,  // the threads of one MMA warpgroup
-        kNextWorkTile = 1 + 2 * kConsumerWarpgroups,  // the producer: the dynamic scheduler has written the next index
+        kWarpSchedulerWG1 = 1,  // ping-pong: the warpgroup may issue GEMMs
+        kWarpgroupSyncWG1 = 4,  // the threads of one MMA warpgroup
+        kNextWorkTile = 7,      // the producer: the dynamic scheduler has written the next index
     };
 };
 
@@ -60,8 +59,7 @@ struct FwdSharedStorage {
     using KeyTile = SmemTile<T, kKeys, Traits::kHeadDim>;
     using BiasTile = SmemTile<T, kWarpgroupRows, kBiasKeys>;
     using RelativeSegment = SegmentOf<kBias, kRows, kKeys>;
-    using NamedBarriers = FwdNamedBarriers<Traits::kConsumerWarpgroups>;
-    using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, NamedBarriers::kNextWorkTile,
+    using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, FwdNamedBarriers::kNextWorkTile,
                                        kProducerThreads<kBias>>;
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of one row
 

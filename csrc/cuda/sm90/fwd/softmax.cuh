@@ -1,8 +1,8 @@
 // The online softmax of the sm90 forward, which avoids row maxima.
 //
 // The GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block.
-// OnlineSoftmax keeps a base while no exponential exceeds 2^kSlack (lazy rescaling). So exponentials are first computed
-// with the last base. If a lane's part of the sums of its two rows exceeds 2^kSlack, they are computed again with the
+// OnlineSoftmax keeps a base while no exponential exceeds 2^kRescaleThreshold (lazy rescaling). So exponentials are first computed
+// with the last base. If a lane's part of the sums of its two rows exceeds 2^kRescaleThreshold, they are computed again with the
 // row maxima.
 #pragma once
 
@@ -31,7 +31,7 @@ public:
                                            const Correct& correct) {
         const bool tries = skips_ == 0;
         if (tries && try_base(scores, probs, to_log2)) return;
-        OnlineSoftmax<1>::update(scores, to_log2, extreme, mask_extremes, correct, tries ? 0.f : kSlack);
+        OnlineSoftmax<1>::update(scores, to_log2, extreme, mask_extremes, correct, tries ? 0.f : kRescaleThreshold);
         to_a_operand<T>(scores, probs);
         // Bases that rise often are not tried often.
         if (tries) {
@@ -56,7 +56,7 @@ public:
     }
 
 private:
-    // Returns false, and leaves the sums, if an exponential may exceed 2^kSlack.
+    // Returns false, and leaves the sums, if an exponential may exceed 2^kRescaleThreshold.
     template <int kFragments>
     __device__ __forceinline__ bool try_base(const float (&scores)[1][kFragments][4],
                                              uint32_t (&probs)[kFragments / 2][4], float to_log2) {
@@ -72,7 +72,7 @@ private:
                 sums[i % 2] += p[1];
                 probs[k][i] = pack<T>(p[0], p[1]);
             }
-        constexpr float kMaxSum = 1 << static_cast<int>(kSlack);
+        constexpr float kMaxSum = 1 << static_cast<int>(kRescaleThreshold);
         if (__any_sync(~0u, !(sums[0] + sums[1] <= kMaxSum))) return false;
         sum[0] += sums[0];
         sum[1] += sums[1];

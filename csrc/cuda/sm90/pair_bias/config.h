@@ -67,9 +67,6 @@ inline int64_t pair_bias_fwd_max_seqlen_k(const AttentionParams& p) {
     return kPairBiasFwdTiles[has_float32_bias(p) ? 2 : 1].max_keys;
 }
 
-// The number of consecutive batch elements that share a bias.
-inline int64_t pair_bias_batch_group_size(const AttentionParams& p) { return p.batch / p.bias.batches; }
-
 // The number of CTAs among which the batch elements that share a bias are split. `tiles`: m_blocks (or n_blocks) of all
 // heads and biases. The CTAs of a split loop over the same batch elements at the same time, so that the L2 cache serves
 // Q, K and V.
@@ -97,18 +94,18 @@ constexpr int kPairBiasDbiasBlockSize = 64 * 64;  // floats of dbias in an m_blo
 // Whether the kernels are faster than sm80's, as measured on an H200. sm80 reads a float32 bias score by score.
 inline bool should_use_pair_bias_fwd(const AttentionParams& p) {
     return has_float32_bias(p) || p.dtype == DataType::kBFloat16 ||
-           (p.seqlen_k <= 384 && pair_bias_batch_group_size(p) >= 64);
+           (p.seqlen_k <= 384 && p.bias.batch_group_size >= 64);
 }
 inline bool should_use_pair_bias_bwd(const AttentionParams& p) {
-    return has_float32_bias(p) || p.seqlen_k <= 256 || pair_bias_batch_group_size(p) >= 64;
+    return has_float32_bias(p) || p.seqlen_k <= 256 || p.bias.batch_group_size >= 64;
 }
 
 // Whether the forward and the backward support a call, apart from strides (arch/tensor_map.h) and lengths.
 inline bool is_pair_bias_problem(const AttentionParams& p) {
     constexpr int64_t kMinBatchGroup = 16;  // enough for each CTA to reuse its biases
     const bool is_shared =
-        p.bias.present() && p.bias.kind == BiasKind::kDense && pair_bias_batch_group_size(p) >= kMinBatchGroup;
-    const bool row_broadcast = !p.packed_mask.present() || p.packed_mask.bits_row_stride == 0;
+        p.bias.present() && p.bias.kind == BiasKind::kDense && p.bias.batch_group_size >= kMinBatchGroup;
+    const bool row_broadcast = !p.packed_mask.present() || p.packed_mask.row_broadcast();
     return is_shared && row_broadcast && p.head_dim <= kPairBiasHeadDim && p.cu_seqlens_q == nullptr &&
            p.seqused_k == nullptr && !p.intervals.present() && !p.lists.present() && !p.is_causal && p.softcap == 0;
 }

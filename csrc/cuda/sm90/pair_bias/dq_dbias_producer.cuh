@@ -64,9 +64,11 @@ struct PairBiasDqDbiasSharedStorage {
     }
 };
 
-// The MMA warpgroups' barriers for dQ; each entry starts one barrier per warpgroup.
-enum PairBiasDqDbiasNamedBarriers : int {
-    kDqueryPartialWG1 = 1,  // the other warpgroup has written its partial dQ
+// Entries that end in WG1 start one barrier per MMA warpgroup.
+struct PairBiasDqDbiasNamedBarriers {
+    enum : int {
+        kDqueryPartialWG1 = 1,  // the other warpgroup has written its partial dQ
+    };
 };
 
 // A partial dbias in the workspace: [splits, biases, heads, m_blocks, n_blocks, 64 x 64 in the order of registers].

@@ -20,12 +20,12 @@ struct PairBiasSchedule {
     float scale;
 
     PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_blocks, int64_t num_splits)
-        : num_blocks(static_cast<int>(num_blocks)), batch_group_size(static_cast<int>(pair_bias_batch_group_size(p))),
+        : num_blocks(static_cast<int>(num_blocks)), batch_group_size(static_cast<int>(p.bias.batch_group_size)),
           num_splits(static_cast<int>(num_splits)), bias_blocks(static_cast<int>(bias_blocks)),
           scale(static_cast<float>(p.softmax_scale)) {}
     PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_blocks)
         : PairBiasSchedule(p, num_blocks, bias_blocks,
-                           pair_bias_splits(num_blocks * p.heads * p.bias.batches, pair_bias_batch_group_size(p))) {}
+                           pair_bias_splits(num_blocks * p.heads * p.bias.batches, p.bias.batch_group_size)) {}
 
     int64_t num_ctas(const AttentionParams& p) const { return num_blocks * p.heads * p.bias.batches * num_splits; }
 };

@@ -13,8 +13,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
                               const __grid_constant__ BwdScale scale) {
     if (is_inactive(p)) return;
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<GroupedSparseBwdSharedStorage<Traits>*>(raw_smem);
+    auto& smem = dynamic_shared_storage<GroupedSparseBwdSharedStorage<Traits>>();
     if (threadIdx.x == 0) {
         // A CTA that waits for a slot has a higher index than those that empty it: they have started.
         const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(p.tile_count_semaphore, 1));

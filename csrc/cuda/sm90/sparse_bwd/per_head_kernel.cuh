@@ -12,8 +12,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     per_head_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
                                const __grid_constant__ BwdScale scale) {
     if (is_inactive(p)) return;
-    extern __shared__ __align__(kSmemTileAlign) unsigned char raw_smem[];
-    auto& smem = *reinterpret_cast<PerHeadSparseBwdSharedStorage<Traits>*>(raw_smem);
+    auto& smem = dynamic_shared_storage<PerHeadSparseBwdSharedStorage<Traits>>();
     if (threadIdx.x == 0) {
         const PerHeadSparseBwdWorkTile work_tile(p, blockIdx.x, Traits::kRows);
         smem.work_tile() = work_tile;

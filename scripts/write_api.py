@@ -64,7 +64,8 @@ Written from the docstrings by `scripts/write_api.py`. Formulas, precision and w
 
 Types in the signatures: `AnyMask` is a bool tensor, a `KeyIntervalMask`, `KeyLists` or None; `Sparse` is "auto",
 "tiles" or "lists"; `Layout` is "contiguous" or "zigzag"; `Group` is a ProcessGroup, a DeviceMesh or None; `Sharded` is
-a tensor or a `KeyIntervalMask`, and `ShardedMask` one of them or None; `Backend` is the name of a backend; `Model` is an nn.Module.
+a tensor or a `KeyIntervalMask`, and `ShardedMask` one of these or None; `Backend` is the name of a backend; `Model` is
+an nn.Module.
 """
 
 # In a docstring: sections of entries "name: what it is", which go on in lines that are indented further.

@@ -160,7 +160,12 @@ def attend(call: ShardedCall, shards: Shards, mask_kind: str | None, bias_kind: 
 
 
 def attend_locally(
-    call: ShardedCall, key: Tensor, value: Tensor, mask: ShardedMask, bias: Tensor | None, window_size: int | None = None
+    call: ShardedCall,
+    key: Tensor,
+    value: Tensor,
+    mask: ShardedMask,
+    bias: Tensor | None,
+    window_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the local rows to keys on this rank."""
     has_mask = mask is not None or window_size is not None

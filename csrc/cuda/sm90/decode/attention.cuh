@@ -347,16 +347,17 @@ private:
             const int col = i % kVectors * 4, first = split * splits.warps + packed / kRows, row = packed % kRows;
             float largest = -kInfinity, sum = 0;
             float4 total{};
-#pragma unroll 1
+#pragma unroll 4
             for (int group = 0; group < split_groups; ++group)
                 largest = fmaxf(largest, smem_.warp_max[first + group * row_tiles_][row]);
-#pragma unroll 1
+#pragma unroll 4
             for (int group = 0; group < split_groups; ++group) {
                 const int warp = first + group * row_tiles_;
-                if (smem_.warp_sum[warp][row] == 0) continue;
-                const float weight = fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
-                const float4 x = *reinterpret_cast<const float4*>(partial(warp, row, col));
-                sum = fmaf(weight, smem_.warp_sum[warp][row], sum);
+                const float warp_sum = smem_.warp_sum[warp][row];
+                float4 x{};  // of a warp without visible keys, which has no output
+                if (warp_sum != 0) x = *reinterpret_cast<const float4*>(partial(warp, row, col));
+                const float weight = warp_sum == 0 ? 0.f : fast_exp2((smem_.warp_max[warp][row] - largest) * kLog2E);
+                sum = fmaf(weight, warp_sum, sum);
                 total = {fmaf(weight, x.x, total.x), fmaf(weight, x.y, total.y), fmaf(weight, x.z, total.z),
                          fmaf(weight, x.w, total.w)};
             }

@@ -62,6 +62,5 @@ __all__ = [
     "get_available_backends",
     "merge_attention",
     "pad_input",
-    "relative",
     "unpad_input",
 ]

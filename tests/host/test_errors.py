@@ -411,7 +411,7 @@ FLASH_ATTN = {
     ),
     "sliding window of variable length": (
         lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, None, None, CU, CU, 3, 3, window_size=(2, 0)),
-        r"a sliding window is relative_bias=flash_dmattn.relative.window\(max_seqlen_k, left, right\)",
+        r"a sliding window is attn_mask=KeyIntervalMask.sliding_window_varlen\(cu_seqlens_q, cu_seqlens_k,",
     ),
     "lengths after value": (
         lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, CU, CU, 3, 3),

@@ -111,7 +111,7 @@ PADDING_ERRORS = {
     "indices beyond the end": (
         lambda: pad_input(TOKENS, INDICES + 3, 2, 3),
         ValueError,
-        r"indices must be from 0 to batch_size \* seqlen - 1 = 5, got 6",
+        r"indices must be from 0 to batch \* seqlen - 1 = 5, got 6",
     ),
     "indices below 0": (lambda: pad_input(TOKENS, INDICES - 1, 2, 3), ValueError, "indices must be from 0 .*, got -1"),
     "float batch": (lambda: pad_input(TOKENS, INDICES, 2.0, 3), TypeError, "batch must be an int, got float"),

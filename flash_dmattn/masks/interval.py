@@ -248,7 +248,10 @@ class KeyIntervalMask(Container, Mask):
         """
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
-        first, last = require_int("first", first), require_int("last", last)
+        first, last = (  # also elements of cu_seqlens
+            int(key) if isinstance(key, Tensor) else require_int(name, key)
+            for name, key in (("first", first), ("last", last))
+        )
         if not 0 <= first <= last <= self.shape[0]:
             raise ValueError(f"first and last must be in order, from 0 to {self.shape[0]} keys, got {first} and {last}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])

@@ -159,6 +159,17 @@ def test_kernels_do_not_include_torch():
         assert not re.search(r"#include\s*<(torch|ATen|c10)/", path.read_text()), path
 
 
+def test_every_kernel_waits_for_the_previous_one():
+    """launch() starts the CTAs of a kernel before the previous kernel of the stream has finished."""
+    launched_alone = {"decode_kernel", "probe_kernel"}
+    for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"):
+        text = path.read_text()
+        assert "<<<" not in text, path
+        for kernel in re.finditer(r"__global__.*?(\w+_kernel)\([^{]*\{(.*?);", text, re.DOTALL):
+            name, first_statement = kernel.groups()
+            assert name in launched_alone or first_statement.strip() == "grid_dependency_sync()", (path, name)
+
+
 def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     installed = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)

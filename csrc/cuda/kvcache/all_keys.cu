@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <climits>
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
+#include "cuda/common/launch.h"
 #include "gather.cuh"
 
 namespace flash_dmattn::cuda {
@@ -34,6 +35,7 @@ __device__ __forceinline__ int find_offset(const KvCacheArgs& p, const AllKeys& 
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ AllKeys all) {
+    grid_dependency_sync();
     const int kv_heads = static_cast<int>(p.kv_heads), chunks = static_cast<int>(p.head_dim) / 8;
     const KvCache cache(p, blockIdx.y / kv_heads, blockIdx.y % kv_heads);
     const int keys = gathered_keys(p, all, cache.batch);
@@ -90,8 +92,7 @@ void gather_all_keys(const KvCacheParams& p, const AllKeys& all, cudaStream_t st
     const int64_t max_ctas = std::max<int64_t>(kMaxCtas / (p.batch * p.kv_heads), 1);
     const dim3 grid = grid_of_heads(p, std::clamp<int64_t>(ctas, 1, max_ctas));
     with_bias_bits(
-        p, [&](auto bits) { gather_kernel<decltype(bits)><<<grid, kThreads, 0, stream>>>(KvCacheArgs(p), all); });
-    FLASH_CUDA_CHECK(cudaGetLastError());
+        p, [&](auto bits) { launch(gather_kernel<decltype(bits)>, {grid, kThreads}, stream, KvCacheArgs(p), all); });
 }
 
 }  // namespace flash_dmattn::cuda

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <climits>
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
+#include "cuda/common/launch.h"
 #include "gather.cuh"
 
 namespace flash_dmattn::cuda {
@@ -22,6 +23,7 @@ __device__ __forceinline__ int start_of(const KvCacheArgs& p, int max_selected, 
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads) read_biases_kernel(const __grid_constant__ KvCacheArgs p, int max_selected,
                                                                Bits* biases, int32_t* prefix, int32_t* offsets) {
+    grid_dependency_sync();
     const int kv_heads = static_cast<int>(p.kv_heads);
     const KvCache cache(p, blockIdx.y / kv_heads, blockIdx.y % kv_heads);
     const int earlier = max(cache.keys - cache.rows, 0);
@@ -107,6 +109,7 @@ __device__ __forceinline__ void copy_rows(const KvCacheArgs& p, const BestKeys& 
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ BestKeys best) {
+    grid_dependency_sync();
     const int kv_heads = static_cast<int>(p.kv_heads), max_selected = static_cast<int>(best.max_selected);
     const int batch = blockIdx.y, sequences = static_cast<int>(p.batch);
     int start, end;  // the positions of the sequence
@@ -163,10 +166,9 @@ void read_biases(const KvCacheParams& params, int64_t max_selected, void* biases
     const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCta));
     with_bias_bits(params, [&](auto bits) {
         using Bits = decltype(bits);
-        read_biases_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<int>(max_selected),
-                                                          static_cast<Bits*>(biases), prefix, offsets);
+        launch(read_biases_kernel<Bits>, {grid, kThreads}, stream, args, static_cast<int>(max_selected),
+               static_cast<Bits*>(biases), prefix, offsets);
     });
-    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 void gather_best_keys(const KvCacheParams& params, const BestKeys& best, cudaStream_t stream) {
@@ -176,8 +178,7 @@ void gather_best_keys(const KvCacheParams& params, const BestKeys& best, cudaStr
     const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(positions, kKeysOfGatherCta)),
                     static_cast<unsigned>(params.batch + 1));
     with_bias_bits(params,
-                   [&](auto bits) { gather_kernel<decltype(bits)><<<grid, kThreads, 0, stream>>>(args, best); });
-    FLASH_CUDA_CHECK(cudaGetLastError());
+                   [&](auto bits) { launch(gather_kernel<decltype(bits)>, {grid, kThreads}, stream, args, best); });
 }
 
 }  // namespace flash_dmattn::cuda

@@ -1,7 +1,8 @@
 #include "convert.h"
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/basics.cuh"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/exact_sum.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 
@@ -21,6 +22,7 @@ __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
 // blockIdx.y: 0 for dkey, 1 for dvalue.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row_chunks = p.head_dim / kChunk;
     const int64_t row = i / row_chunks / p.kv_heads, head = i / row_chunks % p.kv_heads;
@@ -37,6 +39,7 @@ __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_cons
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     const int64_t first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kChunk;
     T* to = static_cast<T*>(p.dbias.data) + first;
     const float* from = p.dbias_accum + first;
@@ -48,6 +51,7 @@ __global__ void __launch_bounds__(kThreads) convert_dbias_kernel(const __grid_co
 }
 
 __global__ void __launch_bounds__(kThreads) convert_exact_sums_kernel(const __grid_constant__ BwdArgs p, int64_t size) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i < size) static_cast<float*>(p.drelative_bias)[i] = p.drelative_bias_exact[i].value();
@@ -57,18 +61,11 @@ template <typename T>
 void postprocess(const BwdArgs& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) { return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk)); };
     const int64_t elements = p.dkv_rows * p.kv_heads * p.head_dim;
-    if (elements > 0) {
-        convert_dkv_kernel<T><<<dim3(blocks(elements), 2), kThreads, 0, stream>>>(p);
-        FLASH_CUDA_CHECK(cudaGetLastError());
-    }
-    if (p.dbias_accum_size > 0) {
-        convert_dbias_kernel<T><<<blocks(p.dbias_accum_size), kThreads, 0, stream>>>(p);
-        FLASH_CUDA_CHECK(cudaGetLastError());
-    }
+    if (elements > 0) launch(convert_dkv_kernel<T>, {dim3(blocks(elements), 2), kThreads}, stream, p);
+    if (p.dbias_accum_size > 0) launch(convert_dbias_kernel<T>, {blocks(p.dbias_accum_size), kThreads}, stream, p);
     if (p.drelative_bias_exact != nullptr) {
         const int64_t size = relative_bias_elements(p);
-        convert_exact_sums_kernel<<<grid_of(ceil_div<int64_t>(size, kThreads)), kThreads, 0, stream>>>(p, size);
-        FLASH_CUDA_CHECK(cudaGetLastError());
+        launch(convert_exact_sums_kernel, {grid_of(ceil_div<int64_t>(size, kThreads)), kThreads}, stream, p, size);
     }
 }
 

@@ -1,7 +1,9 @@
 #include "clear.h"
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/basics.cuh"
 #include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/mask/device_dispatch.cuh"
 
 namespace flash_dmattn::cuda {
@@ -12,6 +14,7 @@ constexpr int kChunks = 8;  // of 16 bytes, for each thread
 
 __global__ void __launch_bounds__(kThreads)
     clear_kernel(const __grid_constant__ AttentionParams p, uint4* memory, int64_t chunks) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kChunks + threadIdx.x;
 #pragma unroll
@@ -28,9 +31,8 @@ void clear(const AttentionParams& params, void* memory, int64_t bytes, cudaStrea
         return;
     }
     const int64_t chunks = bytes / static_cast<int64_t>(sizeof(uint4));
-    clear_kernel<<<grid_of(ceil_div<int64_t>(chunks, kThreads * kChunks)), kThreads, 0, stream>>>(
-        params, static_cast<uint4*>(memory), chunks);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(clear_kernel, {grid_of(ceil_div<int64_t>(chunks, kThreads * kChunks)), kThreads}, stream, params,
+           static_cast<uint4*>(memory), chunks);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -1,8 +1,9 @@
 // D_i = <do_i, o_i> - dlse_i.
 #include "delta.h"
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/basics.cuh"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/sequence.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 
@@ -14,6 +15,7 @@ constexpr int kThreads = 256;
 // kLanes lanes, a power of 2, reduce a row of up to 8 * kLanes elements: 16 bytes a lane.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     constexpr int kRows = kThreads / kLanes;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
@@ -49,8 +51,7 @@ template <typename T, int kLanes>
 void launch_delta(const BwdArgs& p, cudaStream_t stream) {
     const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, kThreads / kLanes) * p.heads * p.batch;
     if (blocks == 0) return;
-    delta_kernel<T, kLanes><<<grid_of(blocks), kThreads, 0, stream>>>(p);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(delta_kernel<T, kLanes>, {grid_of(blocks), kThreads}, stream, p);
 }
 
 template <typename T>

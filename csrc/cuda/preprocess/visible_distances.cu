@@ -2,8 +2,9 @@
 
 #include <climits>
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/basics.cuh"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/softmax/relative_bias.cuh"
 
 namespace flash_dmattn::cuda {
@@ -35,6 +36,7 @@ __device__ int count_hidden(int size, const IsHidden& is_hidden) {
 // grid: batches * heads of the table
 __global__ void __launch_bounds__(kThreads)
     visible_distances_kernel(const __grid_constant__ RelativeBiasView view, DistanceRange* ranges) {
+    grid_dependency_sync();
     const int heads = static_cast<int>(view.heads), batch = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* entries = static_cast<const float*>(view.data) + batch * view.batch_stride + head * view.head_stride;
     const int radius = static_cast<int>(view.radius), size = 2 * radius + 1;
@@ -54,9 +56,8 @@ int64_t count_visible_distances(const AttentionParams& p) {
 
 void find_visible_distances(const AttentionParams& params, DistanceRange* ranges, cudaStream_t stream) {
     if (ranges == nullptr) return;
-    visible_distances_kernel<<<grid_of(count_visible_distances(params)), kThreads, 0, stream>>>(params.relative_bias,
-                                                                                                ranges);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(visible_distances_kernel, {grid_of(count_visible_distances(params)), kThreads}, stream, params.relative_bias,
+           ranges);
 }
 
 }  // namespace flash_dmattn::cuda

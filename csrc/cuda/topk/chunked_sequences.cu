@@ -9,8 +9,9 @@
 #include <cub/block/block_merge_sort.cuh>
 #include <cub/block/block_scan.cuh>
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "eviction_order.cuh"
 #include "order.cuh"
 
@@ -212,6 +213,7 @@ private:
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     select_chunks_kernel(const __grid_constant__ Sequences all, const __grid_constant__ KeyBias bias) {
+    grid_dependency_sync();
     using Selector = ChunkSelector<Bits>;
     __shared__ typename Selector::SharedStorage smem;
     Selector(all, bias, smem).run();
@@ -222,8 +224,7 @@ int64_t chunks_of(int64_t keys, int64_t window) { return ceil_div<int64_t>(keys 
 template <typename Bits>
 void select(const Sequences& all, const KeyBias& bias, cudaStream_t stream) {
     const dim3 grid{grid_of(chunks_of(all.keys, all.window)), static_cast<unsigned>(all.count())};
-    select_chunks_kernel<Bits><<<grid, kThreads, 0, stream>>>(all, bias);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(select_chunks_kernel<Bits>, {grid, kThreads}, stream, all, bias);
 }
 
 }  // namespace

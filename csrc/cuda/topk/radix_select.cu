@@ -3,9 +3,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/common/check.h"
-#include "cuda/common/cluster_launch.h"
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "radix_selector.cuh"
 #include "topk.h"
 
@@ -16,6 +16,7 @@ namespace {
 template <DataType kType>
 __global__ void __launch_bounds__(kThreads, kType == DataType::kFloat32 ? 1 : 2)
     select_lists_kernel(const __grid_constant__ RadixSelectParams selection) {
+    grid_dependency_sync();
     __shared__ RadixSelectSharedStorage smem;
     RadixSelector<kType>(selection, smem).run();
 }
@@ -79,8 +80,8 @@ void select_key_lists_cuda(const SelectParams& params, const SelectedListsPlan& 
 
     const Kernel kernel = kernel_of(bias.dtype);
     allow_shared_memory(reinterpret_cast<const void*>(kernel), room);
-    launch_in_clusters(kernel, grid_of(plan.lists * selection.cluster), selection.cluster, kThreads,
-                       selection.storable * bytes, stream, selection);
+    launch(kernel, {grid_of(plan.lists * selection.cluster), kThreads, selection.storable * bytes, selection.cluster},
+           stream, selection);
 }
 
 }  // namespace flash_dmattn

@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "chunked_sequences.h"
 #include "eviction_order.cuh"
 #include "order.cuh"
@@ -95,6 +97,7 @@ template <DataType kType, typename Key>
 __global__ void __launch_bounds__(kThreads)
     make_keys_kernel(const __grid_constant__ Sequences all, const __grid_constant__ BiasView bias, int64_t positions,
                      Key* keys, uint32_t* values) {
+    grid_dependency_sync();
     using Bits = typename FloatBits<kType>::Bits;
     const int64_t position = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (position >= positions) return;
@@ -138,6 +141,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     number_sequences_kernel(const __grid_constant__ Sequences all, int64_t positions, const uint32_t* values,
                             uint32_t* keys) {
+    grid_dependency_sync();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= positions) return;
     const int position = static_cast<int>(values[i] & ~kHidden), above = position / all.keys;
@@ -175,6 +179,7 @@ __device__ void count_by_warps(const Sequences& all, const Chunk& chunk, const R
 
 __global__ void __launch_bounds__(kThreads)
     count_arrivals_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
+    grid_dependency_sync();
     __shared__ int counts[kWarps][kChildren];
     const Chunk chunk(all);
     if (chunk.times <= 0) return;
@@ -219,6 +224,7 @@ private:
 // A key goes to the first child that has not ended when the key arrives and that the keys before it have not filled.
 __global__ void __launch_bounds__(kThreads)
     partition_kernel(const __grid_constant__ Sequences all, const __grid_constant__ Round round) {
+    grid_dependency_sync();
     __shared__ int counts[kWarps][kChildren];
     __shared__ int before_chunk[kWarps][kChildren];  // a partial sum per warp
     const Chunk chunk(all);
@@ -270,6 +276,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads, 2)
     eviction_kernel(const __grid_constant__ Sequences all, const uint32_t* values) {
+    grid_dependency_sync();
     __shared__ typename ChunkOrder::SharedStorage smem;
     const Chunk chunk(all);
     if (chunk.times <= 0) return;
@@ -288,15 +295,15 @@ unsigned blocks_of(int64_t positions) { return grid_of(ceil_div<int64_t>(positio
 template <typename Key>
 void make_keys(const Sequences& all, const BiasView& bias, int64_t positions, Key* keys, uint32_t* values,
                cudaStream_t stream) {
-    const auto launch = [&](auto kernel) {
-        kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, bias, positions, keys, values);
+    const auto run = [&](auto kernel) {
+        launch(kernel, {blocks_of(positions), kThreads}, stream, all, bias, positions, keys, values);
     };
     if constexpr (sizeof(Key) == 8) {
-        if (bias.dtype == DataType::kFloat64) return launch(make_keys_kernel<DataType::kFloat64, Key>);
+        if (bias.dtype == DataType::kFloat64) return run(make_keys_kernel<DataType::kFloat64, Key>);
     }
-    if (bias.dtype == DataType::kFloat32) return launch(make_keys_kernel<DataType::kFloat32, Key>);
-    if (bias.dtype == DataType::kBFloat16) return launch(make_keys_kernel<DataType::kBFloat16, Key>);
-    launch(make_keys_kernel<DataType::kFloat16, Key>);
+    if (bias.dtype == DataType::kFloat32) return run(make_keys_kernel<DataType::kFloat32, Key>);
+    if (bias.dtype == DataType::kBFloat16) return run(make_keys_kernel<DataType::kBFloat16, Key>);
+    run(make_keys_kernel<DataType::kFloat16, Key>);
 }
 
 int bits_of_rank(DataType dtype) { return dtype == DataType::kFloat64 ? 64 : dtype == DataType::kFloat32 ? 32 : 16; }
@@ -325,8 +332,8 @@ DoubleBuffer<uint32_t> sort_positions(const Sequences& all, const BiasView& bias
     if (apart && sequence_bits > 0) {
         DoubleBuffer<uint32_t> sequences{reinterpret_cast<uint32_t*>(keys.current),
                                          reinterpret_cast<uint32_t*>(keys.other)};
-        number_sequences_kernel<<<blocks_of(positions), kThreads, 0, stream>>>(all, positions, values.current,
-                                                                               sequences.current);
+        launch(number_sequences_kernel, {blocks_of(positions), kThreads}, stream, all, positions, values.current,
+               sequences.current);
         sort_pairs(memory, plan.sort_memory.bytes, sequences, values, positions, sequence_bits, stream);
     }
     return values;
@@ -393,13 +400,12 @@ void select_intervals_cuda(const SelectParams& params, const IntervalSelectPlan&
     while (node_bits > chunk_bits) {
         const int child_bits = std::max(node_bits - kChildBits, chunk_bits);
         const Round round{node_bits, child_bits, values.current, values.other, plan.counts.in<int32_t>(workspace)};
-        count_arrivals_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
-        partition_kernel<<<chunks, kThreads, 0, stream>>>(all, round);
+        launch(count_arrivals_kernel, {chunks, kThreads}, stream, all, round);
+        launch(partition_kernel, {chunks, kThreads}, stream, all, round);
         std::swap(values.current, values.other);
         node_bits = child_bits;
     }
-    eviction_kernel<<<chunks, kThreads, 0, stream>>>(all, values.current);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(eviction_kernel, {chunks, kThreads}, stream, all, values.current);
 }
 
 }  // namespace flash_dmattn

@@ -2,7 +2,8 @@
 
 #include <cub/block/block_radix_sort.cuh>
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
+#include "cuda/common/launch.h"
 #include "eviction_order.cuh"
 #include "order.cuh"
 
@@ -45,6 +46,7 @@ struct Sorter<uint16_t, kThreads, kWords> {
 template <typename Bits, int kThreads, int kWords>
 __global__ void __launch_bounds__(kThreads)
     select_short_kernel(const __grid_constant__ Sequences all, const __grid_constant__ KeyBias bias) {
+    grid_dependency_sync();
     using Sort = Sorter<Bits, kThreads, kWords>;
     using Order = EvictionOrder<kThreads, kWords>;
     __shared__ union {
@@ -88,15 +90,14 @@ void select(const Sequences& all, const KeyBias& bias, int64_t max_keys, cudaStr
     const unsigned blocks = grid_of(all.count());
     static_assert(kShortSequence == 1024 * 8);
     if (max_keys <= 1024) {
-        select_short_kernel<Bits, 256, 4><<<blocks, 256, 0, stream>>>(all, bias);
+        launch(select_short_kernel<Bits, 256, 4>, {blocks, 256}, stream, all, bias);
     } else if (max_keys <= 2048) {
-        select_short_kernel<Bits, 512, 4><<<blocks, 512, 0, stream>>>(all, bias);
+        launch(select_short_kernel<Bits, 512, 4>, {blocks, 512}, stream, all, bias);
     } else if (max_keys <= 4096) {
-        select_short_kernel<Bits, 1024, 4><<<blocks, 1024, 0, stream>>>(all, bias);
+        launch(select_short_kernel<Bits, 1024, 4>, {blocks, 1024}, stream, all, bias);
     } else {
-        select_short_kernel<Bits, 1024, 8><<<blocks, 1024, 0, stream>>>(all, bias);
+        launch(select_short_kernel<Bits, 1024, 8>, {blocks, 1024}, stream, all, bias);
     }
-    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace

@@ -5,8 +5,9 @@
 
 #include <algorithm>
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "cuda/mask/intervals.cuh"
 
 namespace flash_dmattn {
@@ -185,6 +186,7 @@ private:
 
 __global__ void __launch_bounds__(kThreads, 2)
     bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ BoundedLists lists) {
+    grid_dependency_sync();
     BoundedListBuilder(p, lists).run();
 }
 
@@ -223,8 +225,7 @@ void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& p
                              begins,
                              ends};
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta);
-    bounded_lists_kernel<<<grid_of(blocks), kThreads, 0, stream>>>(params, lists);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(bounded_lists_kernel, {grid_of(blocks), kThreads}, stream, params, lists);
 }
 
 }  // namespace flash_dmattn

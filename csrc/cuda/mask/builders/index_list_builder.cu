@@ -3,8 +3,9 @@
 // list position. Long sequences are processed in windows of keys.
 #include "index_list_builder.h"
 
-#include "cuda/common/check.h"
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "cuda/mask/intervals.cuh"
 #include "cuda/mask/key_list.cuh"
 
@@ -187,6 +188,7 @@ private:
 
 __global__ void __launch_bounds__(kThreads, 2)
     index_lists_kernel(const __grid_constant__ IndexListsParams p, const __grid_constant__ IndexLists lists) {
+    grid_dependency_sync();
     __shared__ SharedStorage smem;
     IndexListBuilder(p, lists, smem).run();
 }
@@ -209,8 +211,7 @@ void index_lists_cuda(const IndexListsParams& params, const IndexListsPlan& plan
                            begins,
                            ends,
                            rows};
-    index_lists_kernel<<<grid_of(plan.units()), kThreads, 0, stream>>>(params, lists);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(index_lists_kernel, {grid_of(plan.units()), kThreads}, stream, params, lists);
 }
 
 }  // namespace flash_dmattn

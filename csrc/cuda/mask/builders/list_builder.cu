@@ -4,9 +4,11 @@
 
 #include <algorithm>
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/api.h"
 #include "cuda/mask/bits.cuh"
 #include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/mask/intervals.cuh"
 
 namespace flash_dmattn {
@@ -140,6 +142,7 @@ __device__ ListChunk chunk_of_thread(const CountedLists& lists) {
 
 __global__ void __launch_bounds__(kThreads)
     count_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
+    grid_dependency_sync();
     const ListChunk chunk = chunk_of_thread(lists);
     int count = 0;
     for_each_listed_key(p, lists, chunk, [&](int) { ++count; });
@@ -148,6 +151,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     fill_intervals_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
+    grid_dependency_sync();
     const ListChunk chunk = chunk_of_thread(lists);
     ListWriter list(lists, chunk);
     // An m_block that does not exist starts beyond the rows, where no interval reaches.
@@ -159,6 +163,7 @@ __global__ void __launch_bounds__(kThreads)
 // Counts a bool mask's visible keys: the union over the m_block's rows.
 __global__ void __launch_bounds__(kThreads)
     count_columns_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
+    grid_dependency_sync();
     constexpr int kBlock = PackedMask::kBlock, kBlocks = kMBlockRows / kBlock;
     const PackedMask& mask = p.packed_mask;
     const ListChunk chunk = chunk_of_thread(lists);
@@ -197,6 +202,7 @@ __device__ __forceinline__ uint4 load_bits(const uint32_t* row, int first_key, i
 template <bool kRowBroadcast>
 __global__ void __launch_bounds__(kThreads)
     fill_bits_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CountedLists lists) {
+    grid_dependency_sync();
     constexpr int kKeysAtOnce = 128;
     if (lists.begins[0] < 0) return;  // no lists are built
     const PackedMask& mask = p.packed_mask;
@@ -250,6 +256,7 @@ __global__ void __launch_bounds__(kThreads)
 // warps split the chunks.
 __global__ void __launch_bounds__(kThreads)
     scan_counts_kernel(const __grid_constant__ CountedLists lists, int64_t* lengths) {
+    grid_dependency_sync();
     __shared__ int sums[kWarps][32];
     const int steps = ceil_div(lists.num_m_blocks, 32);
     const int m_block = static_cast<int>(blockIdx.x % steps) * 32 + lane_id();
@@ -289,6 +296,7 @@ constexpr int kScanThreads = 1024;
 __global__ void __launch_bounds__(kScanThreads)
     scan_list_offsets_kernel(int64_t lists, int64_t* begins, int64_t* ends, int64_t capacity, int64_t* total,
                              const unsigned long long* visited_keys, int64_t percent) {
+    grid_dependency_sync();
     constexpr int kLists = 4;  // lists per thread and step
     __shared__ int64_t sums[2][kScanThreads / 32];
     const int64_t limit = capacity / KeyListsView::kAlign * KeyListsView::kAlign;
@@ -331,12 +339,6 @@ CountedLists lists_of(const KeyListsPlan& plan, void* workspace) {
     lists.chunk_keys = static_cast<int>(plan.chunk_keys);
     lists.counts = plan.counts.in<int32_t>(workspace);
     return lists;
-}
-
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
-    kernel<<<grid_of(blocks), kThreads, 0, stream>>>(arguments...);
-    FLASH_CUDA_CHECK(cudaGetLastError());
 }
 
 // Grid size with one thread per chunk of a list.
@@ -394,12 +396,11 @@ void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& pl
         FLASH_CUDA_CHECK(cudaMemsetAsync(lists.visited_keys, 0, sizeof(*lists.visited_keys), stream));
     }
     const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
-    launch(count, blocks_of_threads(plan), stream, params, lists);
+    launch(count, {blocks_of_threads(plan), kThreads}, stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
-    launch(scan_counts_kernel, blocks, stream, lists, ends);
-    scan_list_offsets_kernel<<<1, kScanThreads, 0, stream>>>(plan.lists(), begins, ends, capacity, total,
-                                                             lists.visited_keys, percent.value_or(0));
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(scan_counts_kernel, {grid_of(blocks), kThreads}, stream, lists, ends);
+    launch(scan_list_offsets_kernel, {1, kScanThreads}, stream, plan.lists(), begins, ends, capacity, total,
+           lists.visited_keys, percent.value_or(0));
 }
 
 void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan, void* workspace, const int64_t* begins,
@@ -412,12 +413,12 @@ void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan,
     lists.keys = keys;
     lists.rows = reinterpret_cast<uint4*>(rows);
     if (!params.packed_mask.present()) {
-        launch(fill_intervals_kernel, blocks_of_threads(plan), stream, params, lists);
+        launch(fill_intervals_kernel, {blocks_of_threads(plan), kThreads}, stream, params, lists);
         return;
     }
     const auto kernel = plan.row_broadcast ? fill_bits_kernel<true> : fill_bits_kernel<false>;
     const int64_t blocks = ceil_div<int64_t>(plan.lists() * plan.chunks, kWarps);
-    launch(kernel, blocks, stream, params, lists);
+    launch(kernel, {grid_of(blocks), kThreads}, stream, params, lists);
 }
 
 }  // namespace flash_dmattn

@@ -1,7 +1,8 @@
 // Packs a bool mask to bits and summarizes each block of 64 rows x 64 keys. Reads the mask once.
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/api.h"
 #include "cuda/mask/bits.cuh"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/sequence.cuh"
 
 namespace flash_dmattn {
@@ -60,6 +61,7 @@ struct ScalarReader {
 template <typename Reader>
 __global__ void __launch_bounds__(kWarps * 32)
     pack_mask_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ PackedMask packed) {
+    grid_dependency_sync();
     __shared__ uint32_t any_visible[kWarps][kWords], all_visible[kWarps][kWords];
     FlatIndex block(blockIdx.x);
     const int first_key = block.pop(ceil_div<int64_t>(packed.words, kWords)) * kKeys;
@@ -171,8 +173,7 @@ void pack_mask_cuda(const AttentionParams& params, const PackedMask& packed, cud
     const bool vector = mask.col_stride == 1 && aligned(reinterpret_cast<intptr_t>(mask.data)) && sequences_aligned &&
                         aligned(mask.batch_stride) && aligned(mask.head_stride) && aligned(mask.row_stride);
     const auto kernel = vector ? pack_mask_kernel<VectorReader> : pack_mask_kernel<ScalarReader>;
-    kernel<<<grid_of(blocks), kWarps * 32, 0, stream>>>(params, packed);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(blocks), kWarps * 32}, stream, params, packed);
 }
 
 }  // namespace flash_dmattn

@@ -1,8 +1,9 @@
 // Summarizes the intervals of each block of 64 keys.
 #include <climits>
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/api.h"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/mask/intervals.cuh"
 
 namespace flash_dmattn {
@@ -15,6 +16,7 @@ constexpr int kThreads = 256;
 __global__ void __launch_bounds__(kThreads)
     summarize_intervals_kernel(const __grid_constant__ AttentionParams p,
                                const __grid_constant__ IntervalSummaries summaries, int32_t* tile_count_semaphore) {
+    grid_dependency_sync();
     const int64_t index = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + warp_id();
     if (index == 0 && lane_id() == 0 && tile_count_semaphore != nullptr) *tile_count_semaphore = 0;
     if (index >= summaries.size) return;
@@ -68,8 +70,7 @@ void summarize_intervals_cuda(const AttentionParams& params, const IntervalSumma
     using namespace cuda;
     if (summaries.size == 0) return;
     const int64_t num_ctas = ceil_div<int64_t>(summaries.size, kThreads / 32);
-    summarize_intervals_kernel<<<grid_of(num_ctas), kThreads, 0, stream>>>(params, summaries, tile_count_semaphore);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(summarize_intervals_kernel, {grid_of(num_ctas), kThreads}, stream, params, summaries, tile_count_semaphore);
 }
 
 }  // namespace flash_dmattn

@@ -1,6 +1,7 @@
 // Postprocess: float32 dQ in the main kernel's register order to rows of the query's dtype.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "kernel.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -8,6 +9,7 @@ namespace flash_dmattn::cuda::sm80 {
 // One CTA per m_block.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads) convert_dquery_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     extern __shared__ __align__(128) unsigned char shared_memory[];

@@ -4,6 +4,7 @@
 // that an addition covers 16 bytes per thread and 512 per warp.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
@@ -302,6 +303,7 @@ private:
 template <typename Traits, BiasKind kBias, bool kAdjustsScores>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
     using Kernel = BwdKernel<Traits, kBias, kAdjustsScores>;

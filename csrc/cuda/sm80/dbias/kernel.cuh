@@ -6,6 +6,7 @@
 // sums.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/sm80/bwd/kernel.cuh"
 
@@ -223,6 +224,7 @@ __device__ __forceinline__ void store_sum(const float (&sum)[Traits::kScoreM][Tr
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     bwd_dbias_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if constexpr (!Traits::kIsUsed) return;
     using T = typename Traits::T;
     using SharedStorage = BwdDbiasSharedStorage<Traits>;
@@ -310,6 +312,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
 // Adds up the splits of each dbias tile in their order and rounds the sum. The main kernel's atomic sums are one split.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads) sum_dbias_partials_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
               run_length = static_cast<int>(p.dbias_run);
     const int runs = ceil_div(num_n_blocks, run_length), splits = static_cast<int>(p.dbias_splits);

@@ -1,7 +1,7 @@
 // Launches the prefill forward of one head dimension and dtype.
 #pragma once
 
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/sm80/bias_dispatch.h"
 #include "plan.h"
@@ -33,8 +33,7 @@ void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stre
     const int64_t num_ctas = p.num_splits * scheduler.num_m_blocks * scheduler.heads * scheduler.batch;
     const auto kernel = fwd_kernel<Kernel>;
     allow_shared_memory("the forward", p.head_dim, kernel, kSharedBytes);
-    kernel<<<grid_of(num_ctas), Kernel::kThreads, kSharedBytes, stream>>>(p, params);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(num_ctas), Kernel::kThreads, kSharedBytes}, stream, p, params);
 }
 
 template <typename T, int kHeadDim>

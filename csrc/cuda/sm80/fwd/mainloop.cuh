@@ -1,6 +1,7 @@
 // The forward of one CTA, for any source of keys: prologue, mainloop over n_blocks, epilogue.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/math.cuh"
 #include "cuda/arch/mma.cuh"
@@ -350,6 +351,7 @@ private:
 template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kCtasPerSm)
     fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdKernelParams params) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw_smem);

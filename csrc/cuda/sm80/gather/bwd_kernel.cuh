@@ -6,6 +6,7 @@
 // softmax and GEMMs overlap, and a step needs one barrier.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/atomic_add.cuh"
@@ -451,6 +452,7 @@ private:
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSizes.ctas_per_sm)
     gather_bwd_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if constexpr (!Traits::kIsUsed) return;
     if (is_inactive(p)) return;
     using Kernel = GatherBwdKernel<Traits, kBias>;

@@ -9,8 +9,9 @@ namespace flash_dmattn::cuda::sm80 {
 template <typename Traits, BiasKind kBias>
 void launch_gather_bwd(const BwdArgs& p, cudaStream_t stream) {
     const GatherBwdTileScheduler scheduler(p, Traits::kRows);
-    launch<Traits>(gather_bwd_kernel<Traits, kBias>, static_cast<int64_t>(scheduler.chains) * scheduler.chain_length(),
-                   sizeof(typename GatherBwdKernel<Traits, kBias>::SharedStorage), p, stream);
+    launch_bwd<Traits>(gather_bwd_kernel<Traits, kBias>,
+                       static_cast<int64_t>(scheduler.chains) * scheduler.chain_length(),
+                       sizeof(typename GatherBwdKernel<Traits, kBias>::SharedStorage), p, stream);
 }
 
 template <typename Traits>

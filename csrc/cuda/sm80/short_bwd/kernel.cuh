@@ -7,6 +7,7 @@
 #pragma once
 
 #include "config.h"
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "cuda/sm80/warp_gemm.cuh"
@@ -288,6 +289,7 @@ private:
 template <typename Traits, bool kRelative>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtasPerSm)
     short_bwd_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     using Kernel = ShortBwdKernel<Traits, kRelative>;
     extern __shared__ __align__(128) unsigned char shared_memory[];

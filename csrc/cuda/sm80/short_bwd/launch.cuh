@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "cuda/common/check.h"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/sm80/bwd/plan.h"
 #include "kernel.cuh"
@@ -18,8 +18,7 @@ void launch_short_bwd(const BwdArgs& p, cudaStream_t stream) {
     allow_shared_memory("the backward", p.head_dim, kernel, kBytes);
     const int64_t slots = current_device().num_sms * Traits::kCtasPerSm;
     const int64_t ctas_per_head = std::clamp<int64_t>(slots / p.heads, 1, p.batch);
-    kernel<<<grid_of(ctas_per_head * p.heads), Traits::kThreads, kBytes, stream>>>(p);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(ctas_per_head * p.heads), Traits::kThreads, kBytes}, stream, p);
 }
 
 template <typename T, int kHeadDim>

@@ -1,6 +1,7 @@
 // The kernels of the backward: the main kernel, and the conversion of dQ from float32.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
@@ -40,6 +41,7 @@ template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ BwdTensorMaps maps,
                const __grid_constant__ BwdScale scale, const __grid_constant__ BwdLaunchRange range) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     auto& smem = dynamic_shared_storage<BwdSharedStorage<Traits, kBias>>();
     if (threadIdx.x == 0) {
@@ -72,6 +74,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;

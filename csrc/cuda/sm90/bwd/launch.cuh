@@ -1,7 +1,7 @@
 // Launches the backward of one head dimension and dtype.
 #pragma once
 
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
 #include "cuda/sm90/relative_bias.h"
@@ -35,20 +35,18 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
                   num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
     const int64_t units = count_launch_units(p), sequences_per_unit = p.kv_heads * p.batch / units,
                   heads_per_kv = p.heads / p.kv_heads;
-    for (int64_t launch = 0; launch < p.num_launches; ++launch) {
-        const int64_t first_unit = units * launch / p.num_launches;
+    for (int64_t i = 0; i < p.num_launches; ++i) {
+        const int64_t first_unit = units * i / p.num_launches;
         const int64_t first = first_unit * sequences_per_unit,
-                      count = units * (launch + 1) / p.num_launches * sequences_per_unit - first;
+                      count = units * (i + 1) / p.num_launches * sequences_per_unit - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
         args.dquery_accum -= first_unit * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
         const BwdLaunchRange range{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
-        kernel<<<grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage), stream>>>(args, maps, scale,
-                                                                                                   range);
-        FLASH_CUDA_CHECK(cudaGetLastError());
-        convert_dquery_kernel<Traits>
-            <<<grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads, 0,
-               stream>>>(args, static_cast<int>(first * heads_per_kv), launch + 1 < p.num_launches);
-        FLASH_CUDA_CHECK(cudaGetLastError());
+        launch(kernel, {grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
+               scale, range);
+        launch(convert_dquery_kernel<Traits>,
+               {grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads}, stream,
+               args, static_cast<int>(first * heads_per_kv), i + 1 < p.num_launches);
     }
 }
 

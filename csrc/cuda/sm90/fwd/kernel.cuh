@@ -1,6 +1,7 @@
 // The sm90 forward kernel: one producer warpgroup, two or three MMA warpgroups of 64 query rows each.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "gather_producer.cuh"
@@ -13,6 +14,7 @@ template <typename T, BiasKind kBias, typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs p, const __grid_constant__ FwdKernelParams params,
                const __grid_constant__ FwdTensorMaps maps) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     auto& smem = init_shared_storage<FwdSharedStorage<T, kBias, Traits>>();
     if (threadIdx.x < kWarpgroupThreads) {

@@ -6,8 +6,8 @@
 #include <stdexcept>
 
 #include "cuda/arch/tensor_map.h"
-#include "cuda/common/check.h"
 #include "cuda/common/device.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "kernel.cuh"
 #include "cuda/sm90/relative_bias.h"
@@ -47,8 +47,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
     const auto kernel = fwd_kernel<T, kBias, Traits>;
     allow_shared_memory("the forward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<grid.num_ctas, Traits::kThreads, sizeof(SharedStorage), stream>>>(p, params, maps);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid.num_ctas, Traits::kThreads, sizeof(SharedStorage)}, stream, p, params, maps);
 }
 
 template <typename T, BiasKind kBias, int kHeadDim>

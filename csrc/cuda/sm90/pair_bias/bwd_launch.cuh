@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/arch/tensor_map.h"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "dkdv_kernel.cuh"
 #include "dq_dbias_kernel.cuh"
@@ -26,12 +26,10 @@ void launch_pair_bias_dq_dbias(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = PairBiasDqDbiasSharedStorage<Traits>;
     const auto kernel = pair_bias_dq_dbias_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, schedule, maps);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(schedule.num_ctas(p)), Traits::kThreads, sizeof(SharedStorage)}, stream, p, schedule, maps);
     if (p.dbias_partials == nullptr) return;
     constexpr int kColTiles = Traits::kAllNBlocks * 64 / kPairBiasDbiasCols;
-    pair_bias_dbias_kernel<Traits><<<grid_of(p.dbias_tiles * kColTiles), 128, 0, stream>>>(p);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(pair_bias_dbias_kernel<Traits>, {grid_of(p.dbias_tiles * kColTiles), 128}, stream, p);
 }
 
 template <typename Traits>
@@ -49,9 +47,8 @@ void launch_pair_bias_dkdv(const BwdArgs& p, cudaStream_t stream) {
     using SharedStorage = PairBiasDkdvSharedStorage<Traits>;
     const auto kernel = pair_bias_dkdv_kernel<Traits>;
     allow_shared_memory("the backward", p.head_dim, kernel, SharedStorage::bytes(Traits::kMaxSeqlenQ / kPairBiasRows));
-    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_blocks), stream>>>(
-        p, schedule, maps);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(schedule.num_ctas(p)), Traits::kThreads, SharedStorage::bytes(schedule.bias_blocks)},
+           stream, p, schedule, maps);
 }
 
 template <typename T, typename Bias>

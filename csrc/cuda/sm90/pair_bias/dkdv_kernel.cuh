@@ -4,6 +4,7 @@
 // transposed, [keys, rows]: P and dS are the A operands of dV = P dO and dK = dS Q as registers hold them.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/gemm.cuh"
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/mma.cuh"
@@ -49,7 +50,7 @@ struct PairBiasDkdvSharedStorage {
     alignas(8) uint64_t bias_full;
     alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
-    static size_t bytes(int bias_blocks) {
+    static int64_t bytes(int bias_blocks) {
         return offsetof(PairBiasDkdvSharedStorage, bias) +
                Traits::kConsumerWarpgroups * bias_blocks * sizeof(typename Traits::BiasBlock);
     }
@@ -293,6 +294,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_dkdv_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
                           const __grid_constant__ PairBiasBwdTensorMaps maps) {
+    grid_dependency_sync();
     auto& smem = init_shared_storage<PairBiasDkdvSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
     if (threadIdx.x < kWarpgroupThreads) {

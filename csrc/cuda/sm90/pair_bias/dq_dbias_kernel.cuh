@@ -2,6 +2,7 @@
 // keys.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "dq_dbias_consumer.cuh"
 #include "dq_dbias_producer.cuh"
 
@@ -11,6 +12,7 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     pair_bias_dq_dbias_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ PairBiasSchedule schedule,
                               const __grid_constant__ PairBiasBwdTensorMaps maps) {
+    grid_dependency_sync();
     auto& smem = init_shared_storage<PairBiasDqDbiasSharedStorage<Traits>>();
     const PairBiasWorkTile work_tile(schedule, static_cast<int>(p.heads), static_cast<int>(p.bias.batches));
     if (threadIdx.x < kWarpgroupThreads) {
@@ -28,6 +30,7 @@ constexpr int kPairBiasDbiasCols = 32;
 
 template <typename Traits>
 __global__ void __launch_bounds__(128) pair_bias_dbias_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
     using Bias = typename Traits::Bias;
     constexpr int kFragments = kPairBiasDbiasCols / 8, kColTiles = Traits::kAllNBlocks * 64 / kPairBiasDbiasCols;
     const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kPairBiasRows);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/arch/tensor_map.h"
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "fwd_kernel.cuh"
 #include "run.h"
@@ -22,11 +22,10 @@ void launch_pair_bias_fwd(const FwdArgs& p, cudaStream_t stream) {
     maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kPairBiasCols, 64, 1, 1});
 
     const auto kernel = pair_bias_fwd_kernel<Traits>;
-    const size_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_blocks);
+    const int64_t bytes = PairBiasFwdSharedStorage<Traits>::bytes(schedule.bias_blocks);
     allow_shared_memory("the forward", p.head_dim, kernel,
                         PairBiasFwdSharedStorage<Traits>::bytes(Traits::kSizes.max_keys / 64));
-    kernel<<<grid_of(schedule.num_ctas(p)), Traits::kThreads, bytes, stream>>>(p, schedule, maps);
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(schedule.num_ctas(p)), Traits::kThreads, bytes}, stream, p, schedule, maps);
 }
 
 template <typename T, int kHeadDim>

@@ -50,7 +50,7 @@ struct PairBiasFwdSharedStorage {
     alignas(8) uint64_t bias_full;
     alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
-    static size_t bytes(int bias_blocks) {
+    static int64_t bytes(int bias_blocks) {
         return offsetof(PairBiasFwdSharedStorage, bias) +
                Traits::kConsumerWarpgroups * bias_blocks * sizeof(typename Traits::BiasBlock);
     }

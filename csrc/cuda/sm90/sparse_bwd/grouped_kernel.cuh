@@ -1,6 +1,7 @@
 // The grouped sparse backward kernel.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "grouped_consumer.cuh"
@@ -12,6 +13,7 @@ template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
                               const __grid_constant__ BwdScale scale) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     auto& smem = dynamic_shared_storage<GroupedSparseBwdSharedStorage<Traits>>();
     if (threadIdx.x == 0) {

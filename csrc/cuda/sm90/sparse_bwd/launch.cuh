@@ -1,7 +1,7 @@
 // Launches the sparse backward of one head dimension and dtype.
 #pragma once
 
-#include "cuda/common/check.h"
+#include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
 #include "cuda/sm90/bwd/plan.h"
@@ -18,8 +18,7 @@ void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdTensorMaps, BwdScale), i
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    kernel<<<grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage), stream>>>(p, maps, BwdScale(p));
-    FLASH_CUDA_CHECK(cudaGetLastError());
+    launch(kernel, {grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage)}, stream, p, maps, BwdScale(p));
 }
 
 template <typename Traits, BiasKind kBias>

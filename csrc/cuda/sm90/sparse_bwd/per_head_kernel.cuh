@@ -1,6 +1,7 @@
 // The per-head sparse backward kernel.
 #pragma once
 
+#include "cuda/arch/grid_dependency.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "per_head_consumer.cuh"
 #include "per_head_producer.cuh"
@@ -11,6 +12,7 @@ template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     per_head_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
                                const __grid_constant__ BwdScale scale) {
+    grid_dependency_sync();
     if (is_inactive(p)) return;
     auto& smem = dynamic_shared_storage<PerHeadSparseBwdSharedStorage<Traits>>();
     if (threadIdx.x == 0) {

@@ -130,7 +130,7 @@ struct IntervalView {
 // kAlign. Lists need not be adjacent; m_blocks may share one.
 //
 // A row sees a key of its list if `intervals` of the problem show it; without intervals, if its bit in `rows` is set;
-// without both, always. Causality and the bias may hide more.
+// without both, always. Causality and the bias may mask more.
 //
 // A CUDA builder that finds the lists too long leaves all begins and ends at -1 (see DeviceDispatch).
 struct KeyListsView {
@@ -161,8 +161,8 @@ struct KeyListsView {
 // block, tests its scores, or need not test them. Broadcast rows, heads and batch elements are stored once. pack_mask_cuda
 // makes it; forward and backward share it.
 //
-// Blocks that causality hides entirely have no visible keys, and their bits are undefined. `visible_keys` has no keys that
-// causality hides from all rows of a block.
+// Blocks that causality masks entirely have no visible keys, and their bits are undefined. `visible_keys` has no keys that
+// causality masks for all rows of a block.
 struct PackedMask {
     static constexpr int64_t kBlock = 64;                           // rows and keys of a block
     static constexpr int64_t kSummaryBytes = sizeof(uint64_t) + 1;  // of a block: its visible keys and is_full

@@ -6,23 +6,23 @@ namespace flash_dmattn {
 namespace {
 
 template <typename acc_t>
-bool hides_all(const AttentionParams& params, const Tile& tile) {
+bool masks_all(const AttentionParams& params, const Tile& tile) {
     const DistanceLine line(params.relative_bias, tile);
     const acc_t* table = relative_table<acc_t>(params, tile);
     const acc_t least = lowest<acc_t>(kDataType<acc_t>);
-    const auto hides = [&](int64_t entry) { return table[entry] <= least; };
-    if (line.below > 0 && !hides(0)) return false;
-    if (line.above < line.size && !hides(params.relative_bias.size() - 1)) return false;
+    const auto masks = [&](int64_t entry) { return table[entry] <= least; };
+    if (line.below > 0 && !masks(0)) return false;
+    if (line.above < line.size && !masks(params.relative_bias.size() - 1)) return false;
     for (int64_t t = 0; t < line.above - line.below; ++t)
-        if (!hides(line.entry + t)) return false;
+        if (!masks(line.entry + t)) return false;
     return true;
 }
 
 }  // namespace
 
-bool is_hidden_by_relative_bias(const AttentionParams& params, const Tile& tile) {
+bool is_masked_by_relative_bias(const AttentionParams& params, const Tile& tile) {
     if (!params.relative_bias.present() || !reads_line(params.relative_bias, tile)) return false;
-    return params.dtype == DataType::kFloat64 ? hides_all<double>(params, tile) : hides_all<float>(params, tile);
+    return params.dtype == DataType::kFloat64 ? masks_all<double>(params, tile) : masks_all<float>(params, tile);
 }
 
 template <typename acc_t>
@@ -53,12 +53,12 @@ const acc_t* RelativeRows<acc_t>::values(int64_t i) {
 
 template <typename acc_t>
 void RelativeRows<acc_t>::apply(int64_t i, acc_t* __restrict x) {
-    constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
+    constexpr acc_t masked = -std::numeric_limits<acc_t>::infinity();
     const acc_t least = lowest<acc_t>(kDataType<acc_t>);
     const acc_t* __restrict bias = values(i);
     for (int64_t j = 0; j < tile_.keys; ++j) {
         const acc_t score = x[j], b = bias[j], sum = score + b;
-        x[j] = (score == hidden) | (b <= least) ? hidden : sum;  // a NaN entry does not show a masked score
+        x[j] = (score == masked) | (b <= least) ? masked : sum;  // a NaN entry does not show a masked score
     }
 }
 

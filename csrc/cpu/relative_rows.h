@@ -65,8 +65,8 @@ const acc_t* relative_table(const AttentionParams& p, const Tile& tile) {
            view.head_of(tile.head, p.heads) * view.head_stride;
 }
 
-// Whether the relative bias hides every score of a tile. Searches only a DistanceLine, which is short.
-bool is_hidden_by_relative_bias(const AttentionParams& params, const Tile& tile);
+// Whether the relative bias masks every score of a tile. Searches only a DistanceLine, which is short.
+bool is_masked_by_relative_bias(const AttentionParams& params, const Tile& tile);
 
 // Applies the relative bias to the scores of a tile, row by row.
 template <typename acc_t>
@@ -74,7 +74,7 @@ class RelativeRows {
 public:
     RelativeRows(const AttentionParams& params, const Tile& tile, RelativeScratch<acc_t>& scratch);
 
-    // Adds the entries of row i to x, [keys]; -inf where an entry hides the score.
+    // Adds the entries of row i to x, [keys]; -inf where an entry masks the score.
     void apply(int64_t i, acc_t* x);
 
 private:

@@ -14,21 +14,21 @@ constexpr int64_t kProductRows = 128, kProductKeys = 256;  // tiles start at mul
 template <typename acc_t>
 void apply_mask_and_bias(acc_t* __restrict x, const acc_t* __restrict bias, acc_t lowest,
                          const uint8_t* __restrict visible, int64_t n) {
-    constexpr acc_t hidden = -std::numeric_limits<acc_t>::infinity();
+    constexpr acc_t masked = -std::numeric_limits<acc_t>::infinity();
     if (bias != nullptr && visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = (visible[j] != 0) & !(b <= lowest) ? sum : hidden;
+            x[j] = (visible[j] != 0) & !(b <= lowest) ? sum : masked;
         }
     } else if (bias != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t b = bias[j], sum = x[j] + b;
-            x[j] = b <= lowest ? hidden : sum;
+            x[j] = b <= lowest ? masked : sum;
         }
     } else if (visible != nullptr) {
         for (int64_t j = 0; j < n; ++j) {
             const acc_t score = x[j];
-            x[j] = visible[j] != 0 ? score : hidden;
+            x[j] = visible[j] != 0 ? score : masked;
         }
     }
 }
@@ -71,7 +71,7 @@ bool any(const uint8_t* values, int64_t n, int64_t stride) {
 }  // namespace
 
 bool is_fully_masked(const AttentionParams& params, const Tile& tile) {
-    if (is_hidden_by_relative_bias(params, tile)) return true;
+    if (is_masked_by_relative_bias(params, tile)) return true;
     if (params.intervals.present()) return intervals_mask_all(params, tile);
     const MaskView& mask = params.mask;
     if (!mask.present()) return false;

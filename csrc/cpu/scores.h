@@ -12,14 +12,14 @@
 
 namespace flash_dmattn {
 
-// Whether the mask or the relative bias hides the whole tile, apart from causality, which bounds the loops.
+// Whether the mask or the relative bias masks the whole tile, apart from causality, which bounds the loops.
 bool is_fully_masked(const AttentionParams& params, const Tile& tile);
 
 // For so few rows a product is faster than transposing its keys.
 constexpr int64_t kFewRows = 8;
 inline bool has_few_rows(const Sequence& sequence) { return sequence.rows <= kFewRows; }
 
-// to = softmax_scale * <q_i, k_j>, [rows, keys], except where causality hides all. Uses `key` for a sequence of few
+// to = softmax_scale * <q_i, k_j>, [rows, keys], except where causality masks all. Uses `key` for a sequence of few
 // rows, else `key_transposed`. Forward and backward have tiles of different sizes, but split them into the same
 // products: a BLAS may sum in another order for other sizes, and with large scores the difference is a large relative
 // error of p.
@@ -60,7 +60,7 @@ private:
     const Tile& tile_;
     ScoreScratch<acc_t>& scratch_;
     const uint8_t* mask_at_ = nullptr;  // bytes: comparisons of bool are not vectorized
-    bool intervals_ = false;            // whether a key interval hides some score of the tile
+    bool intervals_ = false;            // whether a key interval masks some score of the tile
     int64_t bias_at_ = 0;
     acc_t lowest_bias_ = 0;
     const acc_t* bias_row_ = nullptr;  // of the previous row

@@ -94,7 +94,7 @@ struct RowCopy {
     }
 
     // next(i), called for ascending i, returns the RowSource of row first_row() + i * kRowsAtOnce, 16-byte aligned.
-    // Copies its first `cols` columns, a multiple of 8; writes zeros elsewhere and for hidden rows, which are not read.
+    // Copies its first `cols` columns, a multiple of 8; writes zeros elsewhere and for masked rows, which are not read.
     // The caller commits.
     template <typename Next>
     static __device__ __forceinline__ void start(uint32_t lane, int cols, const Next& next) {
@@ -114,7 +114,7 @@ struct RowCopy {
     }
 };
 
-// The same with row_pointer(row), null for hidden rows, and any `cols`: nothing beyond them is read.
+// The same with row_pointer(row), null for masked rows, and any `cols`: nothing beyond them is read.
 template <int kThreads, typename Tile, typename RowPointer>
 __device__ __forceinline__ void copy_rows_async(Tile& tile, int cols, const RowPointer& row_pointer) {
     using Copy = RowCopy<kThreads, Tile>;

@@ -133,7 +133,7 @@ private:
 struct BlockMaskIterator {
     int next;              // the first untested candidate
     uint32_t pending = 0;  // active candidates among the 32 before `next`
-    uint32_t full = 0;     // candidates in which the mask hides no score
+    uint32_t full = 0;     // candidates without a masked score
 
     // classify(candidate, is_empty, is_full) is called for this lane's candidate.
     template <typename Classify>
@@ -160,8 +160,8 @@ struct BlockRange {
     int begin, end;
 };
 
-// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks that hide
-// long stretches, such as windows: tests 128 blocks per step.
+// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks of
+// few such blocks, such as windows: tests 128 blocks per step.
 template <typename RowsOf>
 __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows, const RowsOf& rows_of) {
     constexpr int kUnroll = 4;

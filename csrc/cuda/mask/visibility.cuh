@@ -1,4 +1,4 @@
-// Applies masks to scores: bool masks, intervals, causality, sequence lengths, and biases that hide.
+// Applies masks to scores: bool masks, intervals, causality, sequence lengths, and biases that mask.
 #pragma once
 
 #include <cfloat>
@@ -10,7 +10,7 @@
 
 namespace flash_dmattn::cuda {
 
-// A bias hides a score unless it is above finfo(dtype).min, which additive masks use for masked keys.
+// A bias masks a score unless it is above finfo(dtype).min, which additive masks use for masked keys.
 template <typename T>
 constexpr float kLowest = std::is_same_v<T, half_t>       ? -65504.f
                           : std::is_same_v<T, bfloat16_t> ? -0x1.fep127f
@@ -58,7 +58,7 @@ __device__ __forceinline__ void apply_mask(float (&acc)[kMFragments][kNFragments
     }
 }
 
-// x = -inf where a dense bias hides a score. Only needed for rows whose other scores are hidden too. at(row, key)
+// x = -inf where a dense bias masks a score. Only needed for rows whose other scores are masked too. at(row, key)
 // returns the address of the bias.
 template <typename T, int kMFragments, int kNFragments, typename At>
 __device__ __forceinline__ void apply_bias_mask(float (&acc)[kMFragments][kNFragments][4], const At& at) {
@@ -87,7 +87,7 @@ struct BlockVisibility {
     int first_row;
     int limit;       // keys of the block inside the sequence
     int diagonal;    // by causality, row r of the block sees its keys below diagonal + r; without, kKeys
-    bool mask_full;  // the mask hides no score of the block
+    bool mask_full;  // no score of the block is masked
 
     template <typename Stage>
     __device__ BlockVisibility(const AttentionParams& p, const Sequence& s, const Stage& stage, int m_block,

@@ -13,9 +13,9 @@ namespace {
 constexpr int kThreads = 256, kLoads = 8;
 constexpr int64_t kMinKeys = 1024;  // the search takes longer than the blocks that shorter sequences could skip
 
-// The entries before the first visible one; `size` if all are hidden. A CTA calls.
-template <typename IsHidden>
-__device__ int count_hidden(int size, const IsHidden& is_hidden) {
+// The entries before the first visible one; `size` if all are masked. A CTA calls.
+template <typename IsMasked>
+__device__ int count_masked(int size, const IsMasked& is_masked) {
     __shared__ int count;
     if (threadIdx.x == 0) count = size;
     __syncthreads();
@@ -24,7 +24,7 @@ __device__ int count_hidden(int size, const IsHidden& is_hidden) {
         int first_visible = size;
 #pragma unroll
         for (int k = kLoads - 1; k >= 0; --k)
-            if (const int i = begin + k * kThreads + threadIdx.x; i < size && !is_hidden(i)) first_visible = i;
+            if (const int i = begin + k * kThreads + threadIdx.x; i < size && !is_masked(i)) first_visible = i;
         if (first_visible < size) atomicMin(&count, first_visible);
         found = __syncthreads_or(first_visible < size);
     }
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(kThreads)
     const int heads = static_cast<int>(view.heads), batch = blockIdx.x / heads, head = blockIdx.x % heads;
     const float* entries = static_cast<const float*>(view.data) + batch * view.batch_stride + head * view.head_stride;
     const int radius = static_cast<int>(view.radius), size = 2 * radius + 1;
-    const auto is_hidden = [&](int i) { return hides(entries[i]); };
-    const int low = count_hidden(size, is_hidden);
-    const int high = count_hidden(size, [&](int i) { return is_hidden(size - 1 - i); });
+    const auto is_masked = [&](int i) { return masks(entries[i]); };
+    const int low = count_masked(size, is_masked);
+    const int high = count_masked(size, [&](int i) { return is_masked(size - 1 - i); });
     if (threadIdx.x > 0) return;
     ranges[blockIdx.x] = {low == 0 ? INT_MIN : low - radius, high == 0 ? INT_MAX : radius - high};
 }

@@ -1,4 +1,4 @@
-// Finds the distances outside which a relative bias of one dimension hides all scores: kernels do not visit the blocks
+// Finds the distances outside which a relative bias of one dimension masks all scores: kernels do not visit the blocks
 // there (VisibleDistances in cuda/softmax/relative_bias.cuh).
 #pragma once
 

@@ -81,8 +81,8 @@ __device__ __forceinline__ const float* relative_bias_entries(const AttentionPar
            shared_head(head, p.heads, view.heads) * view.head_stride;
 }
 
-// Whether an entry hides a score.
-__device__ __forceinline__ bool hides(float entry) { return entry <= -FLT_MAX; }
+// Whether an entry masks a score.
+__device__ __forceinline__ bool masks(float entry) { return entry <= -FLT_MAX; }
 
 // The bias of the scores of one sequence and query head.
 template <bool kOrMatrix>
@@ -94,8 +94,8 @@ public:
 
     __device__ __forceinline__ const float* entry(int position) const { return entries_ + this->clamp(position); }
     __device__ __forceinline__ float load(int position) const { return __ldg(entry(position)); }
-    // -inf where the entry hides the score.
-    static __device__ __forceinline__ float masked(float entry) { return hides(entry) ? -kInfinity : entry; }
+    // -inf where the entry masks the score.
+    static __device__ __forceinline__ float masked(float entry) { return masks(entry) ? -kInfinity : entry; }
     __device__ __forceinline__ float operator[](int position) const { return masked(load(position)); }
 
 private:

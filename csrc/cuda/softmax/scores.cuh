@@ -49,7 +49,7 @@ __device__ __forceinline__ KeyBiasBits load_key_bias(const BiasView& view, const
     const auto* const halves = reinterpret_cast<const uint16_t*>(bias + at * (is_float ? 4 : 2));
     return {__ldg(halves), __ldg(halves + (is_float ? 1 : 0))};
 }
-// Converts the bits; -inf if the bias hides the key.
+// Converts the bits; -inf if the bias masks the key.
 template <typename T, typename View>
 __device__ __forceinline__ float key_bias_of(const View& view, uint32_t bits) {
     const bool is_float = view.dtype == DataType::kFloat32;
@@ -65,7 +65,7 @@ __device__ __forceinline__ const char* bias_data(const BiasView& view, int64_t o
     return static_cast<const char*>(view.data) + offset * (view.dtype == DataType::kFloat32 ? 4 : 2);
 }
 
-// The bias of a key of the sequence, times log2(e): -inf where it hides the key, 0 beyond the sequence.
+// The bias of a key of the sequence, times log2(e): -inf where it masks the key, 0 beyond the sequence.
 template <typename T>
 __device__ __forceinline__ float key_bias_log2(const AttentionParams& p, const Sequence& s, int head, int key) {
     if (key >= s.keys) return 0;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[1][kNFragments][
 }
 
 // lse times log2(e), +inf for empty rows and rows beyond the sequence, so that exp2(x - lse) is 0. It is 0 for scores
-// that a bias hides as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16).
+// that a bias masks as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16).
 // The product must not overflow to -inf.
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;

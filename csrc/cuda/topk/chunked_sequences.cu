@@ -63,7 +63,7 @@ public:
         sort_candidates();
         Order(smem_.order, evictable_ + times_, first_time_, all_.window).run([&](uint32_t key, int time) {
             // Keys that stay take a time after the last.
-            if (!(key & kHidden) && (is_last_ || time < first_time_ + times_))
+            if (!(key & kMasked) && (is_last_ || time < first_time_ + times_))
                 s_.write_end(all_, key, all_.window + time);
         });
     }
@@ -77,7 +77,7 @@ private:
     __device__ uint32_t arrive(int key) {
         const uint32_t rank = to_rank(from_[key * bias_.col_stride]);
         s_.write_start(all_, key);
-        if (rank == 0) s_.write_hidden(all_, key);
+        if (rank == 0) s_.write_masked(all_, key);
         return rank;
     }
 
@@ -193,7 +193,7 @@ private:
         __syncthreads();
         Sort(smem_.sort).Sort(candidate, [](uint64_t a, uint64_t b) { return a < b; });
         __syncthreads();
-        smem_.order.keys[threadIdx.x] = static_cast<uint32_t>(candidate[0]) | (candidate[0] >> 32 == 0 ? kHidden : 0);
+        smem_.order.keys[threadIdx.x] = static_cast<uint32_t>(candidate[0]) | (candidate[0] >> 32 == 0 ? kMasked : 0);
         __syncthreads();
     }
 

@@ -25,7 +25,7 @@ public:
     static constexpr int kTimes = kThreads * kWords;
 
     struct SharedStorage {
-        uint32_t keys[kTimes];  // ascending; kHidden may be set
+        uint32_t keys[kTimes];  // ascending; kMasked may be set
         int counts[kWarps];
     };
 
@@ -64,7 +64,7 @@ private:
         for_each([&](int w, int at) { key_[w] = at < times_ ? smem_.keys[at] : 0; });
     }
     // Arrival time of a key relative to first_time_; negative if it arrived before.
-    __device__ int arrival(uint32_t key) const { return static_cast<int>(key & ~kHidden) - window_ - first_time_; }
+    __device__ int arrival(uint32_t key) const { return static_cast<int>(key & ~kMasked) - window_ - first_time_; }
 
     // Target of the key at `at`. `before` keys of its node, which starts at `node`, have arrived by the node's middle.
     __device__ static int position_of(bool early, int at, int node, int half, int before) {

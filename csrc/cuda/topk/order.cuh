@@ -42,15 +42,15 @@ constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits
     return bits >= F::kMinusZero ? static_cast<Bits>(0 - bits) : static_cast<Bits>(bits | F::kMinusZero);
 }
 
-// A key is hidden if its order is at most this.
+// A key is masked if its order is at most this.
 template <DataType kType>
-constexpr auto kHiddenOrder = order_of<kType>(FloatBits<kType>::kLowest);
+constexpr auto kMaskedOrder = order_of<kType>(FloatBits<kType>::kLowest);
 
-// The order, or 0 for a bias that hides its key: -inf and finfo.min.
+// The order, or 0 for a bias that masks its key: -inf and finfo.min.
 template <DataType kType>
 __device__ __forceinline__ auto rank_of_bias(typename FloatBits<kType>::Bits bits) {
     const auto order = order_of<kType>(bits);
-    return order > kHiddenOrder<kType> ? order : typename FloatBits<kType>::Bits{0};
+    return order > kMaskedOrder<kType> ? order : typename FloatBits<kType>::Bits{0};
 }
 
 template <DataType kType>

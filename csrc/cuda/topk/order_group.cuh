@@ -9,13 +9,13 @@ constexpr int kDigit = 8, kBins = 1 << kDigit;
 constexpr int kCopies = 16;  // of the histogram, against contention: high digits take few values
 constexpr int kGroup = 8;    // neighbouring keys of a thread
 
-// Order-preserving integers of neighbouring biases, packed as in memory. A hidden key has kHiddenOrder.
+// Order-preserving integers of neighbouring biases, packed as in memory. A masked key has kMaskedOrder.
 template <DataType kType>
 struct alignas(16) Group {
     using Bits = typename FloatBits<kType>::Bits;
     static constexpr int kPerWord = 4 / sizeof(Bits);
     static constexpr int kWords = kGroup / kPerWord;
-    static constexpr uint32_t kHidden = kHiddenOrder<kType> * (kPerWord == 2 ? 0x10001u : 1u);
+    static constexpr uint32_t kMasked = kMaskedOrder<kType> * (kPerWord == 2 ? 0x10001u : 1u);
 
     uint32_t words[kWords];
 
@@ -27,10 +27,10 @@ struct alignas(16) Group {
                 largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
                 uint32_t negative;  // all bits of a half, or none
                 asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
-                word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kHidden);
+                word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kMasked);
             } else {
                 largest_size = max(largest_size, word & ~FloatBits<kType>::kMinusZero);
-                word = max(order_of<kType>(word), kHidden);
+                word = max(order_of<kType>(word), kMasked);
             }
         }
     }

@@ -73,7 +73,7 @@ template <DataType kType>
 class RadixSelector {
     using Bits = typename FloatBits<kType>::Bits;
     static constexpr int kDigits = sizeof(Bits) * 8 / kDigit;
-    static constexpr uint32_t kHidden = kHiddenOrder<kType>;
+    static constexpr uint32_t kMasked = kMaskedOrder<kType>;
 
 public:
     __device__ RadixSelector(const RadixSelectParams& s, RadixSelectSharedStorage& smem)
@@ -152,7 +152,7 @@ private:
         return reinterpret_cast<Group<kType>*>(dynamic_smem)[((first - begin_) / kStep + g) * kThreads + threadIdx.x];
     }
 
-    // Calls visit(first) with this CTA's keys from `first` on in groups_; keys beyond the last count as hidden.
+    // Calls visit(first) with this CTA's keys from `first` on in groups_; keys beyond the last count as masked.
     template <typename Visit>
     __device__ __forceinline__ void for_each_load(const Visit& visit) {
         for (int first = begin_; first < end_; first += kGroups * kStep) {
@@ -174,8 +174,8 @@ private:
         if (wanted == 0) return;
         threshold_ = 0;
         find_digit<kDigits - 1>(wanted);
-        if (threshold_ <= kHidden) {  // hidden keys fill up what is wanted
-            threshold_ = kHidden;
+        if (threshold_ <= kMasked) {  // masked keys fill up what is wanted
+            threshold_ = kMasked;
             return;
         }
         equal_ = smem_.counts[0][smem_.digit];

@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(kThreads)
         refuse_nan(is_nan<kType>(bits));
         rank = rank_of_bias<kType>(bits);
         if (rank == 0) {
-            value |= kHidden;
-            s.write_hidden(all, key);
+            value |= kMasked;
+            s.write_masked(all, key);
         } else if (values == nullptr) {  // every key is visible from its row on, or never
             s.write_end(all, key, all.window == 0 ? key : kNeverEvicted);
         }
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
     grid_dependency_sync();
     const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     if (i >= positions) return;
-    const int position = static_cast<int>(values[i] & ~kHidden), above = position / all.keys;
+    const int position = static_cast<int>(values[i] & ~kMasked), above = position / all.keys;
     keys[i] = all.varlen() ? above * (all.batches + 1) + batch_of_key(all, position % all.keys) : above;
 }
 
@@ -158,7 +158,7 @@ struct Round {
 
 // The child of the node in which a key arrives.
 __device__ int arrival_child(const Sequences& all, const Chunk& chunk, const Round& round, uint32_t value) {
-    const int key = static_cast<int>(value & ~kHidden) - chunk.sequence.first_position;
+    const int key = static_cast<int>(value & ~kMasked) - chunk.sequence.first_position;
     const int node = chunk.first >> round.node_bits << round.node_bits;
     return max(key - all.window - node, 0) >> round.child_bits;
 }
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     });
     __syncwarp();
     ChunkOrder(smem, chunk.times, chunk.first, all.window).run([&](uint32_t key, int time) {
-        if (!(key & kHidden)) chunk.sequence.write_end(all, key, all.window + time);
+        if (!(key & kMasked)) chunk.sequence.write_end(all, key, all.window + time);
     });
 }
 

@@ -64,7 +64,7 @@ struct OneSequence {
     __device__ void write_start(const Sequences& all, int key) const {
         all.start[first_out + key * out_stride] = max(key - lead, 0);
     }
-    __device__ void write_hidden(const Sequences& all, int key) const {
+    __device__ void write_masked(const Sequences& all, int key) const {
         all.end[first_out + key * out_stride] = max(key - lead, 0);
     }
 };
@@ -101,7 +101,7 @@ __device__ __forceinline__ int batch_of_key(const Sequences& all, int key) {
     return low;
 }
 
-// Flag of a sorted key whose bias hides it; the other bits are its position.
-constexpr uint32_t kHidden = 1u << 31;
+// Flag of a sorted key whose bias masks it; the other bits are its position.
+constexpr uint32_t kMasked = 1u << 31;
 
 }  // namespace flash_dmattn::cuda

@@ -21,7 +21,7 @@ struct Sorter {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             sorted[i] = rank[i];
-            if (rank[i] == 0) key[i] |= kHidden;
+            if (rank[i] == 0) key[i] |= kMasked;
         }
         Sort(smem).SortBlockedToStriped(sorted, key);
     }
@@ -39,7 +39,7 @@ struct Sorter<uint16_t, kThreads, kWords> {
         for (int i = 0; i < kWords; ++i) key[i] |= rank[i] << 16;
         Sort(smem).SortBlockedToStriped(key, 16, 32);
 #pragma unroll
-        for (int i = 0; i < kWords; ++i) key[i] = (key[i] & 0xffff) | (key[i] >> 16 == 0 ? kHidden : 0);
+        for (int i = 0; i < kWords; ++i) key[i] = (key[i] & 0xffff) | (key[i] >> 16 == 0 ? kMasked : 0);
     }
 };
 
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < s.keys; i += kThreads) s.write_start(all, i);
     const int times = min(s.keys, Order::kTimes);  // clamped, in case a sequence is longer than `max_keys`
     Order(smem.order, times, 0, all.window).run([&](uint32_t key, int time) {
-        if (key & kHidden) {
-            s.write_hidden(all, key & ~kHidden);
+        if (key & kMasked) {
+            s.write_masked(all, key & ~kMasked);
         } else {
             s.write_end(all, key, all.window + time);
         }

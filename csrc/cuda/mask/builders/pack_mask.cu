@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int first_row = m_block * kBlock;
     if (first_row >= rows) return;
     const int last_row = min(first_row + kBlock, rows) - 1;
-    // Does not read n_blocks that causality hides from all rows.
+    // Does not read n_blocks that causality masks for all rows.
     const bool is_cut = p.is_causal && !row_broadcast;
     int end = s.keys;
     if (is_cut) end = min(end, ceil_div(s.causal_end(last_row), kBlock) * kBlock);

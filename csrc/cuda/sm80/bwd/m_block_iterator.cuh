@@ -10,7 +10,7 @@ namespace flash_dmattn::cuda::sm80 {
 // Lives in shared memory, one per warp, to save registers.
 struct MBlockIteratorState {
     int head, m_block;
-    bool mask_full;  // the mask hides no score of the tile
+    bool mask_full;  // no score of the tile is masked
     BlockMaskIterator ahead;
 };
 
@@ -18,7 +18,7 @@ struct MBlockIteratorState {
 struct MBlockStep {
     int stage;  // 0 and 1 alternate
     int head, m_block;
-    bool mask_full;  // the mask hides no score of the tile
+    bool mask_full;  // no score of the tile is masked
 };
 
 // Iterates head by head over the m_blocks that causality, the mask and a relative bias leave active, ascending. The

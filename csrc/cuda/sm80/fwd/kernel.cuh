@@ -145,7 +145,7 @@ private:
     __device__ __forceinline__ void load_dense_bias(int first_key) {
         const T* bias = reinterpret_cast<const T*>(bias_) + first_key * p_.bias.col_stride;
         const int64_t row_stride = p_.bias.row_stride;
-        // The mask hides keys beyond the sequence, so only the tensor's end limits the copy.
+        // Keys beyond the sequence are masked, so only the tensor's end limits the copy.
         const int keys = static_cast<int>(p_.seqlen_k) - first_key;
         const bool aligned = params_.bias_aligned && (keys >= kKeys || keys % 8 == 0);
         if (aligned && !Traits::kPackGqa) {

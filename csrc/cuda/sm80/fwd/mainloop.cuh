@@ -27,8 +27,8 @@ struct FwdKernelParams {
 
 // Base of the kernels. The derived kernel is the Source of keys: load_k, load_v and load_mask_and_bias start cp.async
 // copies; store_mask_and_bias writes to shared memory what load_mask_and_bias fetched into registers;
-// apply_mask_and_bias turns Q K^T into scores, and mask_by_bias masks what a dense bias hides from a row that has seen
-// no other key so far.
+// apply_mask_and_bias turns Q K^T into scores, and mask_by_bias applies the masking of a dense bias to a row that has
+// seen no other key so far.
 template <typename T, BiasKind kBias, typename Traits>
 class FwdMainloop {
 public:
@@ -94,7 +94,7 @@ protected:
             }
             cp_async_commit();
             if (!is_idle) {
-                // A maximum below this belongs to a row that has only seen keys that its dense bias hides.
+                // A maximum below this belongs to a row that has only seen keys that its dense bias masks.
                 constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
                 softmax_.update(
                     scores, params_.to_log2, kExtreme, [&] { source.mask_by_bias(scores, current); },

@@ -181,7 +181,7 @@ private:
         apply_mask(scores, smem_.rows[warp_row_ / kWarpRows] + warp_key_, row_bits);
     }
 
-    // Reads global memory. The mask hides rows and keys that do not exist.
+    // Reads global memory. Rows and keys that do not exist are masked.
     __device__ __forceinline__ void add_dense_bias(float (&scores)[kMFragments][kNFragments][4], float scale,
                                                    const int* positions) {
 #pragma unroll

@@ -96,7 +96,7 @@ public:
             cp_async_wait<0>();
             __syncthreads();  // the tiles have been loaded, and those of the other stage stored
             if (batch + batch_step < batches) load(smem_.stages[stage ^ 1], batch + batch_step);
-            clear_hidden(tiles, s);
+            clear_masked(tiles, s);
 
             typename Traits::Scores scores, dscores;
             compute_scores(tiles, lse, dlse, scores, dscores);
@@ -180,28 +180,28 @@ private:
         smem_.visible_keys[row] = visible;
     }
     // Rows that see no key, and keys that no row sees, may hold NaN, and 0 * NaN would reach a sum.
-    __device__ __forceinline__ void clear_hidden(Stage& tiles, const Sequence& s) const {
+    __device__ __forceinline__ void clear_masked(Stage& tiles, const Sequence& s) const {
         const int i = threadIdx.x;
-        bool row_is_hidden = false, key_is_hidden = false;
+        bool row_is_masked = false, key_is_masked = false;
         if (i < kShortSeqlen) {
-            row_is_hidden = i < rows_ && load_stat(p_.lse, s, i, 0) == -kInfinity;
+            row_is_masked = i < rows_ && load_stat(p_.lse, s, i, 0) == -kInfinity;
             if (p_.packed_mask.present()) {
                 uint64_t visible = 0;
                 for (int row = 0; row < rows_; ++row) visible |= smem_.visible_keys[row];
-                key_is_hidden = i < keys_ && !(visible >> i & 1);
+                key_is_masked = i < keys_ && !(visible >> i & 1);
             }
         }
-        if (!__syncthreads_or(row_is_hidden || key_is_hidden)) return;
+        if (!__syncthreads_or(row_is_masked || key_is_masked)) return;
         const auto clear_row = [&](RowsTile& tile) {
 #pragma unroll 1
             for (int chunk = 0; chunk < Traits::kHeadDim / 8; ++chunk)
                 *reinterpret_cast<uint4*>(tile.data + RowsTile::offset(i, chunk)) = uint4{};
         };
-        if (row_is_hidden) {
+        if (row_is_masked) {
             clear_row(tiles.query);
             clear_row(tiles.dout);
         }
-        if (key_is_hidden) {
+        if (key_is_masked) {
             clear_row(tiles.key);
             clear_row(tiles.value);
         }

@@ -30,7 +30,7 @@ public:
 
     __device__ void run() {
         load_keys();
-        if constexpr (kBias == BiasKind::kDense) clear_hidden_dbias();
+        if constexpr (kBias == BiasKind::kDense) clear_masked_dbias();
         for_each_m_block<false>([&](int head, int m_block, bool is_active, bool is_full) {
             if (is_active) load_m_block(head, m_block, is_full);
         });
@@ -55,7 +55,7 @@ private:
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_tile_.n_block * kKeys; }
 
-    // Calls visit(head, m_block, is_active, is_full). is_active: some row sees a key; is_full: the mask hides no score.
+    // Calls visit(head, m_block, is_active, is_full). is_active: some row sees a key; is_full: no score is masked.
     // kAll: also for m_blocks outside active_rows. The m_blocks ascend; with deterministic=True they descend, so that
     // under causality all CTAs of a head start at once.
     template <bool kAll, typename Visit>
@@ -98,7 +98,7 @@ private:
         return VisibleDistances(p_, p_.visible_distances, sequence(), head)
             .rows_of(n_block * kKeys, (n_block + 1) * kKeys - 1);
     }
-    // Whether the mask or a relative bias hides all scores.
+    // Whether the mask or a relative bias masks all scores.
     __device__ __forceinline__ bool is_masked_out(int head, int m_block, int n_block) const {
         if constexpr (kBias == BiasKind::kRelative) {
             const auto rows = rows_of_distances(head, n_block);
@@ -141,13 +141,13 @@ private:
                     for (int w = 0; w < kWords; ++w) unmasked |= summary.visible_keys[w] & (w == warp ? ~0u : 0u);
                 }
             }
-            bool is_hidden = key >= s.keys;
-            if (kBias == BiasKind::kKey && !is_hidden) {
+            bool is_masked = key >= s.keys;
+            if (kBias == BiasKind::kKey && !is_masked) {
                 const char* bias = bias_data(p_.bias, score_offset(p_.bias, s, head, p_.heads));
-                is_hidden =
+                is_masked =
                     key_bias_of<T>(p_.bias, load_key_bias(p_.bias, bias, key * p_.bias.col_stride)) == -kInfinity;
             }
-            visible |= __reduce_or_sync(~0u, unmasked) & __ballot_sync(~0u, !is_hidden);
+            visible |= __reduce_or_sync(~0u, unmasked) & __ballot_sync(~0u, !is_masked);
         }
         if (lane_id() == 0 && warp < kWords) smem_.visible_keys[warp] = visible;
         mbarrier_arrive(smem_address(&smem_.keys_full));
@@ -267,7 +267,7 @@ private:
 
     // The mainloop skips m_blocks that see no key of the n_block. Their dbias is 0 before another batch element adds to
     // it.
-    __device__ void clear_hidden_dbias() const {
+    __device__ void clear_masked_dbias() const {
         if (p_.dense_dbias == DenseDbias::kNone || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
         for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
             if (!is_active) clear_dbias(head, m_block);

@@ -140,7 +140,7 @@ protected:
 private:
     __device__ bool has_bits() const { return p_.packed_mask.present() && !header_.is_full_block; }
     // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
-    // causality, lengths or intervals. has_bits: the packed mask hides some scores.
+    // causality, lengths or intervals. has_bits: the packed mask has some 0.
     template <typename Compute>
     __device__ __forceinline__ void dispatch_mask(const Compute& compute) const {
         const int first_row = header_.m_block * Traits::kRows + tiled_mma_.first_row();

@@ -68,7 +68,7 @@ struct BwdSharedStorage {
         // Read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool is_full_block;               // the mask hides no score
+            bool is_full_block;               // no score is masked
             int8_t clamped;                   // all scores read an end of the relative bias: -1 or 1, else 0
             bool has_empty_rows[kRows / 32];  // for 32 rows each: some see no key or lie beyond the sequence
         };

@@ -310,7 +310,7 @@ private:
         }
     }
 
-    // Relative bias and causality; -inf hides.
+    // Relative bias and causality; -inf masks.
     __device__ float bias_of_row(int e, int key) const {
         const int distance = key - key_of_row_[e];
         if (p_.is_causal && distance > 0) return -kInfinity;

@@ -1,7 +1,7 @@
 // Top-k selection in a decoding kernel: the `window` keys of largest bias of one sequence and KV head, among the CTAs
 // of a cluster. Each CTA has a contiguous share of the keys, each of its warps a contiguous segment of that.
 //
-// A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: hidden). The w-th
+// A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: masked). The w-th
 // largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
 // its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
@@ -16,12 +16,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The order-preserving integer of a bias, of 32 bits; 0 where the bias hides its key. The high half of any other is not
+// The order-preserving integer of a bias, of 32 bits; 0 where the bias masks its key. The high half of any other is not
 // 0, and a 16-bit bias is in it.
 template <DataType kType>
 __device__ __forceinline__ uint32_t decode_order(typename FloatBits<kType>::Bits bits) {
-    constexpr uint32_t kHidden = kHiddenOrder<kType>;
-    const uint32_t order = max(static_cast<uint32_t>(order_of<kType>(bits)), kHidden) - kHidden;
+    constexpr uint32_t kMasked = kMaskedOrder<kType>;
+    const uint32_t order = max(static_cast<uint32_t>(order_of<kType>(bits)), kMasked) - kMasked;
     if (sizeof(bits) == 2) return order << 16;
     return order == 0 ? 0 : order + 0xffff;
 }
@@ -158,7 +158,7 @@ private:
             Group<kType> group{{biases[0], biases[1], biases[2], biases[3]}};
             group.to_orders(largest_size);
 #pragma unroll
-            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kHiddenOrder<kType> * 0x10001u;
+            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kMaskedOrder<kType> * 0x10001u;
         }
     }
 
@@ -298,7 +298,7 @@ private:
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
-    // with a larger one off `wanted`. Hidden keys have digits 0.
+    // with a larger one off `wanted`. Masked keys have digits 0.
     __device__ void choose_digit(int shift, int& wanted) {
         cluster_barrier();
         if (warp_id() == 0) {

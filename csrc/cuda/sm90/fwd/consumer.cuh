@@ -119,7 +119,7 @@ private:
             metadata().key_bias.load(scores);
             adds_key_bias_ = metadata().key_bias.has_added();
         }
-        if constexpr (Traits::kGathers) find_hidden_words();
+        if constexpr (Traits::kGathers) find_masked_words();
         if constexpr (is_relative(kBias)) {
             const auto& bias = metadata().relative_bias;
             if (kBias == BiasKind::kRelative && metadata().is_clamped) {
@@ -243,9 +243,9 @@ private:
         release_keys();
         // A row maximum below this may come from scores that the dense bias masks.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
-        const auto hide = [&] { mask_by_bias(scores, n_block); };
+        const auto mask = [&] { mask_by_bias(scores, n_block); };
         finish_out();
-        softmax_.update(scores, probs, to_log2(), kExtreme, hide,
+        softmax_.update(scores, probs, to_log2(), kExtreme, mask,
                         [&](int i, float factor) { softmax_.scale(out_, i, factor); });
     }
 
@@ -272,24 +272,24 @@ private:
         }
     }
 
-    // Rows see most gathered keys: a word of 32 keys is masked only where it hides a key from a row of this warp.
-    __device__ __forceinline__ void find_hidden_words() {
+    // Rows see most gathered keys: a word of 32 keys is masked only where it masks a key for a row of this warp.
+    __device__ __forceinline__ void find_masked_words() {
         const auto& rows = metadata().mask[tile_row() / 32];
-        hidden_words_ = 0;
+        masked_words_ = 0;
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
-            const uint32_t hidden = ~rows[w * 32 + lane_id()] >> warp_row_ % 32 & 0xffff;
-            if (__any_sync(~0u, hidden != 0)) hidden_words_ |= 1u << w;
+            const uint32_t masked = ~rows[w * 32 + lane_id()] >> warp_row_ % 32 & 0xffff;
+            if (__any_sync(~0u, masked != 0)) masked_words_ |= 1u << w;
         }
     }
     __device__ __forceinline__ void apply_sparse_mask(Scores& scores) const {
-        if (hidden_words_ == 0) return;
+        if (masked_words_ == 0) return;
         const auto& rows = metadata().mask[tile_row() / 32];
         const int first_row = warp_row_ % 32 + fragment_row();
         const uint32_t row_bits[2] = {1u << first_row, 1u << (first_row + 8)};
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
-            if (hidden_words_ >> w & 1)
+            if (masked_words_ >> w & 1)
                 apply_mask(reinterpret_cast<float (&)[1][4][4]>(scores[0][4 * w]), rows + w * 32, row_bits);
     }
 
@@ -297,7 +297,7 @@ private:
     __device__ __forceinline__ bool find_visible_keys(VisibleKeys<1, kScoreFragments>& visible) const {
         if (is_full_) return false;
 
-        // The rows' mask words include visible_keys, except for keys that a key bias hides.
+        // The rows' mask words include visible_keys, except for keys that a key bias masks.
         const bool masked = mask_differs_by_row(p_) && !metadata().full;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -332,8 +332,7 @@ private:
         }
     }
 
-    // Masks scores that the dense bias hides with the least finite number: apply_mask leaves them, to save a comparison
-    // a score.
+    // Masks scores whose dense bias is the least finite number: apply_mask leaves them, to save a comparison a score.
     __device__ __forceinline__ void mask_by_bias(Scores& scores, int n_block) {
         if constexpr (kBias == BiasKind::kDense) {
             const Sequence& s = work_tile().s;
@@ -392,8 +391,8 @@ private:
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
     bool has_raw_scores_;            // FwdSoftmaxParams::raw_scores, up to a key bias that is added to scaled scores
-    bool is_full_;                   // no score of the n_block is hidden; not for gathered keys
-    uint32_t hidden_words_;          // gathered keys: words of 32 keys that hide one from a row of this warp
+    bool is_full_;                   // no score of the n_block is masked; not for gathered keys
+    uint32_t masked_words_;          // gathered keys: words of 32 keys that mask one for a row of this warp
     bool adds_key_bias_;             // the n_block has parts of a key bias that are added to scaled scores
     Bias bias_;                      // of the n_block, if kHoldsBias
     RelativeBiasLane relative_bias_lane_;

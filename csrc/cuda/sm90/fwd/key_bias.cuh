@@ -18,9 +18,9 @@ public:
     // Writes part `part`, the bias of one key a lane. inverse_scale: 0 where the scores are not accumulated onto the
     // bias. A warp calls.
     __device__ __forceinline__ void store(int part, int key, bool has_key, float bias, float inverse_scale) {
-        const bool is_hidden = bias == -kInfinity;
+        const bool is_masked = bias == -kInfinity;
         const bool is_initial = inverse_scale > 0 && fabsf(bias) <= kMaxInitialBias;
-        const bool is_added = has_key && !is_initial && !is_hidden;
+        const bool is_added = has_key && !is_initial && !is_masked;
         if (has_key) {
             initial_[key] = is_initial ? bias * inverse_scale : 0;
             added_[key] = is_added ? bias : 0;

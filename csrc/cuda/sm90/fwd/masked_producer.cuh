@@ -70,7 +70,7 @@ private:
         static constexpr int kWarps = kThreads / 32;
 
         int n_block;
-        bool full;                                        // no score is hidden
+        bool full;                                        // no score is masked
         uint32_t visible_keys[ceil_div(kWords, kWarps)];  // the words that this warp writes
         BlockIntervals<kThreads, kWords> intervals;
         KeyBiasBits key_bias;
@@ -152,12 +152,12 @@ private:
         }
         float key_bias = 0;
         if constexpr (kBias == BiasKind::kKey) key_bias = key_bias_of<T>(p_.bias, block.key_bias);
-        uint32_t not_hidden = ~0u;  // by the key bias; the word of warp_id()
-        if constexpr (kBias == BiasKind::kKey) not_hidden = __ballot_sync(~0u, key_bias != -kInfinity);
+        uint32_t not_masked = ~0u;  // by the key bias; the word of warp_id()
+        if constexpr (kBias == BiasKind::kKey) not_masked = __ballot_sync(~0u, key_bias != -kInfinity);
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
             if (w % ActiveBlock::kWarps == warp_id() && lane_id() == 0)
-                metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_hidden;
+                metadata.visible_keys[w] = block.visible_keys[w / ActiveBlock::kWarps] & not_masked;
         if constexpr (kBias == BiasKind::kKey)
             metadata.key_bias.store(warp_id(), threadIdx.x, threadIdx.x < kKeys, key_bias,
                                     params_.softmax.inverse_scale);

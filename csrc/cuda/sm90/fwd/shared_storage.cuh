@@ -68,10 +68,10 @@ struct FwdSharedStorage {
         static constexpr int kNoBlock = -1;  // n_block: the work tile has no active n_block
 
         int n_block;      // not for gathered keys
-        bool full;        // mask, causality and lengths hide no score
+        bool full;        // mask, causality and lengths mask no score
         bool is_last;     // the work tile's last n_block; not for gathered keys
         bool is_clamped;  // relative bias of one dimension: all scores read the segment's first entry
-        alignas(16) uint32_t visible_keys[kWords];  // keys that some row sees and that no key bias hides
+        alignas(16) uint32_t visible_keys[kWords];  // keys that some row sees and that no key bias masks
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;

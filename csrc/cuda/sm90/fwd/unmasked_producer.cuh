@@ -94,9 +94,9 @@ private:
                     const float bias = has_keys ? key_bias_of<T>(p_.bias, bits[has_keys ? part : 0]) : 0.f;
                     metadata.key_bias.store(part, part * 32 + lane_id(), has_keys, bias,
                                             params_.softmax.inverse_scale);
-                    const uint32_t not_hidden = __ballot_sync(~0u, bias != -kInfinity);
+                    const uint32_t not_masked = __ballot_sync(~0u, bias != -kInfinity);
                     if (has_keys && lane_id() == 0)
-                        metadata.visible_keys[part] = bits_below(end - n_block * kKeys, part) & not_hidden;
+                        metadata.visible_keys[part] = bits_below(end - n_block * kKeys, part) & not_masked;
                 }
             });
         });

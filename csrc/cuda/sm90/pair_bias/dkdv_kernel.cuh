@@ -235,7 +235,7 @@ private:
         released_rows_.advance();
     }
 
-    // S and dP to P and dS. Hidden keys need no mask: their rows of dK and dV are zeroed in the epilogue.
+    // S and dP to P and dS. Masked keys need no mask: their rows of dK and dV are zeroed in the epilogue.
     __device__ __forceinline__ void compute_dscores(Scores& s, Scores& dp, const PairBiasSmemRowStats& row_stats,
                                                     int m_block) const {
         const float scale_log2 = schedule_.scale * kLog2E;

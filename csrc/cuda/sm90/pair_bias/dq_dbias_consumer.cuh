@@ -21,7 +21,7 @@ public:
                                        const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
           warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
-          warp_row_(warp_id() % 4 * 16), hides_keys_(pair_bias_hides_keys<64>(p)),
+          warp_row_(warp_id() % 4 * 16), masks_keys_(pair_bias_masks_keys<64>(p)),
           row_(work_tile.block * kPairBiasRows + warp_row_ + fragment_row()),
           dquery_rows_(static_cast<T*>(p.dquery.data) + work_tile.head * p.dquery.head_stride +
                        row_ * p.dquery.row_stride),
@@ -75,7 +75,7 @@ private:
             if (!(blocks.active >> n_block & 1)) continue;
             const bool is_full = blocks.full >> n_block & 1;
             key_pipeline_.consumer_wait();
-            if (hides_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[warpgroup_][stage]), key_pipeline_.phase());
+            if (masks_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[warpgroup_][stage]), key_pipeline_.phase());
             const auto& keys = smem_.keys[warpgroup_][stage];
             const SmemDescriptor<KeysTile> key(keys.key), value(keys.value);
             Scores scores, dprobs;
@@ -107,7 +107,7 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) dbias_[block][n][i] += dscores[0][n][i];
     }
-    // For n_blocks with hidden keys. Their dS times the zeros of K adds nothing to dQ, unless float16 rounds it to
+    // For n_blocks with masked keys. Their dS times the zeros of K adds nothing to dQ, unless float16 rounds it to
     // infinity.
     __device__ __forceinline__ void add_dbias(int block, Scores& dscores, const PairBiasKeyFactors<64>& factors) {
 #pragma unroll
@@ -125,7 +125,7 @@ private:
         }
     }
 
-    // dS replaces dP. It is finite for hidden keys, too, even if their bias is NaN: fminf drops NaN.
+    // dS replaces dP. It is finite for masked keys, too, even if their bias is NaN: fminf drops NaN.
     __device__ __forceinline__ void compute_dscores(const Scores& s, Scores& dp, const float (&lse)[2],
                                                     const float (&delta)[2], int block) const {
         const float scale_log2 = schedule_.scale * kLog2E;
@@ -197,7 +197,7 @@ private:
     const PairBiasWorkTile& work_tile_;
     const int warpgroup_;
     const int warp_row_;  // this warp's first row in the m_block
-    const bool hides_keys_;
+    const bool masks_keys_;
     const int row_;         // this lane's first row of two, in the sequence
     T* const dquery_rows_;  // at row_, in batch element 0
     Pipeline<Traits::kRowStages> row_pipeline_;

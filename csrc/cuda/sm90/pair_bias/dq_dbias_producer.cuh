@@ -48,7 +48,7 @@ struct PairBiasDqDbiasSharedStorage {
     PipelineBarriers<Traits::kRowStages> row_pipeline;
     PipelineBarriers<Traits::kKeyStages> key_pipelines[Traits::kConsumerWarpgroups];
     // rows_ready completes when a stage has row stats and its empty rows are zero, keys_zeroed when it has key factors
-    // and its hidden keys and values are zero.
+    // and its masked keys and values are zero.
     alignas(8) uint64_t rows_ready[Traits::kRowStages];
     alignas(8) uint64_t keys_zeroed[Traits::kConsumerWarpgroups][Traits::kKeyStages];
     alignas(8) uint64_t bias_full;
@@ -79,7 +79,7 @@ __device__ __forceinline__ float* pair_bias_dbias_partial(const BwdArgs& p, int6
            ((split * p.dbias_tiles + m_block) * Traits::kAllNBlocks + n_block) * kPairBiasDbiasBlockSize;
 }
 
-// The first warp issues TMA loads. The second zeros empty rows and computes the row stats. The others zero hidden keys,
+// The first warp issues TMA loads. The second zeros empty rows and computes the row stats. The others zero masked keys,
 // each of one MMA warpgroup.
 template <typename Traits>
 class PairBiasDqDbiasProducer {
@@ -95,7 +95,7 @@ public:
         const int warp = warp_id();
         if (warp == 0) return load();
         if (warp == 1) return produce_row_stats();
-        if (pair_bias_hides_keys<64>(p_)) zero_hidden_keys(warp - 2);
+        if (pair_bias_masks_keys<64>(p_)) zero_masked_keys(warp - 2);
     }
 
 private:
@@ -197,7 +197,7 @@ private:
     }
 
     // Writes which keys of the warpgroup's n_blocks are visible, and zeros the others.
-    __device__ void zero_hidden_keys(int wg) {
+    __device__ void zero_masked_keys(int wg) {
         KeyPipeline pipeline(smem_.key_pipelines[wg]);
         for (int batch = work_tile_.batch_begin; batch < work_tile_.batch_end; ++batch) {
             const PairBiasKeyMask<64> mask(p_, batch, work_tile_.head);
@@ -205,13 +205,13 @@ private:
                 const int n_block = wg * Traits::kNBlocks + i;
                 if (!(mask.blocks.active >> n_block & 1)) continue;
                 pipeline.consumer_wait();
-                zero_hidden_keys(smem_.keys[wg][pipeline.stage()], smem_.factors[wg][pipeline.stage()], mask, n_block);
+                zero_masked_keys(smem_.keys[wg][pipeline.stage()], smem_.factors[wg][pipeline.stage()], mask, n_block);
                 fence_and_arrive(smem_.keys_zeroed[wg][pipeline.stage()]);
                 pipeline.advance();
             }
         }
     }
-    __device__ void zero_hidden_keys(typename SharedStorage::Keys& stage, PairBiasKeyFactors<64>& factors,
+    __device__ void zero_masked_keys(typename SharedStorage::Keys& stage, PairBiasKeyFactors<64>& factors,
                                      const PairBiasKeyMask<64>& mask, int n_block) {
 #pragma unroll
         for (int w = 0; w < 2; ++w) {

@@ -24,7 +24,7 @@ public:
                                    const PairBiasWorkTile& work_tile)
         : p_(p), schedule_(schedule), smem_(smem), work_tile_(work_tile),
           warpgroup_(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1), warp_row_(warp_id() % 4 * 16),
-          hides_keys_(pair_bias_hides_keys<Traits::kKeys>(p)),
+          masks_keys_(pair_bias_masks_keys<Traits::kKeys>(p)),
           row_(work_tile.block * Traits::kRows + warpgroup_ * 64 + warp_row_ + fragment_row()),
           out_rows_(static_cast<T*>(p.out.data) + work_tile.batch_begin * p.out.batch_stride +
                     work_tile.head * p.out.head_stride + row_ * p.out.row_stride),
@@ -67,11 +67,11 @@ private:
         query_pipeline_.advance();
     }
 
-    // Finds each row's fixed maximum, its largest bias, and the n_blocks whose keys its biases all hide. The fast path
+    // Finds each row's fixed maximum, its largest bias, and the n_blocks whose keys its biases all mask. The fast path
     // needs bfloat16, since P may exceed float16's range, and moderate maxima, whose rounding does not show in P.
     __device__ __forceinline__ void find_fixed_max() {
         fixed_max_[0] = fixed_max_[1] = kLowestBias;
-        hidden_blocks_[0] = hidden_blocks_[1] = 0;
+        masked_blocks_[0] = masked_blocks_[1] = 0;
         for (int n_block = 0; n_block < schedule_.bias_blocks / kBiasBlocks; ++n_block) {
             float block_max[2] = {kLowestBias, kLowestBias};
 #pragma unroll
@@ -85,7 +85,7 @@ private:
             for (int h = 0; h < 2; ++h) {
                 block_max[h] = row_max(block_max[h]);
                 fixed_max_[h] = fmaxf(fixed_max_[h], block_max[h]);
-                hidden_blocks_[h] |= (block_max[h] == kLowestBias ? 1u : 0u) << n_block;
+                masked_blocks_[h] |= (block_max[h] == kLowestBias ? 1u : 0u) << n_block;
             }
         }
         constexpr float kLimit = 1 << 10;
@@ -137,7 +137,7 @@ private:
     // Full n_blocks wait for the zeroing warp, too, which must not fall behind by a whole phase.
     __device__ __forceinline__ void wait_for_keys() const {
         key_pipeline_.consumer_wait();
-        if (hides_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[key_pipeline_.stage()]), key_pipeline_.phase());
+        if (masks_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[key_pipeline_.stage()]), key_pipeline_.phase());
     }
     __device__ __forceinline__ void release_keys() {
         value_pipeline_.consumer_release();
@@ -190,7 +190,7 @@ private:
             }
         }
     }
-    // Whether the row sums of all rows of the warp are far from the limits of float32. A row of which biases hide the
+    // Whether the row sums of all rows of the warp are far from the limits of float32. A row that biases mask in the
     // whole n_block may have any small sum.
     __device__ __forceinline__ bool is_in_range(const float (&sum)[2], int n_block) const {
         constexpr float kMin = 0x1p-80f, kMax = 0x1p40f;
@@ -200,7 +200,7 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float total = row_sum(sum[h]);
-            in_range &= total <= kMax && (total >= kMin || hidden_blocks_[h] >> n_block & 1);
+            in_range &= total <= kMax && (total >= kMin || masked_blocks_[h] >> n_block & 1);
         }
         return __all_sync(~0u, in_range);
     }
@@ -228,12 +228,12 @@ private:
     }
     __device__ __forceinline__ void online_softmax(Scores& scores, float (&factors)[2], int n_block, bool is_full) {
         apply_mask_and_bias(scores, n_block, is_full);
-        const auto hide = [&] {
+        const auto mask = [&] {
             apply_bias_mask<typename Traits::Bias>(scores, [&](int r, int key) {
                 return &bias_[n_block * kBiasBlocks + key / 64].tiles[0].at(warp_row_ + r, key % 64);
             });
         };
-        softmax_.update(scores, kLog2E, kLowestBias / 2, hide, [&](int i, float factor) { factors[i] = factor; });
+        softmax_.update(scores, kLog2E, kLowestBias / 2, mask, [&](int i, float factor) { factors[i] = factor; });
     }
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores, int n_block, bool is_full) const {
@@ -277,7 +277,7 @@ private:
     const PairBiasWorkTile& work_tile_;
     const int warpgroup_;
     const int warp_row_;  // this warp's first row in the warpgroup
-    const bool hides_keys_;
+    const bool masks_keys_;
     const int row_;  // this lane's first row of two, in the sequence
     T* out_rows_;    // at row_, in the current batch element
     float* lse_rows_;
@@ -286,7 +286,7 @@ private:
     Pipeline<1> query_pipeline_;
     Pipeline<Traits::kStages> key_pipeline_, value_pipeline_;  // value_pipeline_: the stage of the P V in flight
     float fixed_max_[2];
-    uint32_t hidden_blocks_[2];            // n_blocks whose keys the biases of a row all hide
+    uint32_t masked_blocks_[2];            // n_blocks whose keys the biases of a row all mask
     bool has_fixed_max_, uses_fixed_max_;  // of all rows of the warp
     OnlineSoftmax<1> softmax_;
     uint32_t query_[kPairBiasHeadDim / 16][4];

@@ -46,7 +46,7 @@ struct PairBiasFwdSharedStorage {
     PairBiasActiveBlocks blocks;            // of the current batch element
     PipelineBarriers<1> query_pipeline;
     PipelineBarriers<Traits::kStages> key_pipeline;
-    alignas(8) uint64_t keys_zeroed[Traits::kStages];  // complete when hidden keys and values of the stage are zero
+    alignas(8) uint64_t keys_zeroed[Traits::kStages];  // complete when masked keys and values of the stage are zero
     alignas(8) uint64_t bias_full;
     alignas(kSmemTileAlign) typename Traits::BiasBlock bias[1];  // [warpgroup][bias_blocks]
 
@@ -63,7 +63,7 @@ struct PairBiasFwdSharedStorage {
     }
 };
 
-// The first warp issues TMA loads. The second zeros hidden keys and values, and writes which keys are visible.
+// The first warp issues TMA loads. The second zeros masked keys and values, and writes which keys are visible.
 template <typename Traits>
 class PairBiasFwdProducer {
 public:
@@ -77,12 +77,12 @@ public:
 
     __device__ void run() {
         const int warp = warp_id();
-        if (warp > (pair_bias_hides_keys<Traits::kKeys>(p_) ? 1 : 0)) return;
+        if (warp > (pair_bias_masks_keys<Traits::kKeys>(p_) ? 1 : 0)) return;
         if (threadIdx.x == 0) load_bias();
         for (int batch = work_tile_.batch_begin; batch < work_tile_.batch_end; ++batch) {
             const PairBiasKeyMask<Traits::kKeys> mask(p_, batch, work_tile_.head);
             if (warp == 1) {
-                zero_hidden_keys(mask);
+                zero_masked_keys(mask);
             } else if (lane_id() == 0) {
                 load(Sequence(p_, batch), mask.blocks);
             }
@@ -118,7 +118,7 @@ private:
         }
     }
 
-    __device__ void zero_hidden_keys(const PairBiasKeyMask<Traits::kKeys>& mask) {
+    __device__ void zero_masked_keys(const PairBiasKeyMask<Traits::kKeys>& mask) {
         for (uint32_t left = mask.blocks.active; left != 0; left &= left - 1, key_pipeline_.advance()) {
             const int n_block = __ffs(left) - 1;
             key_pipeline_.consumer_wait();

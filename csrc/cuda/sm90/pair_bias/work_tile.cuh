@@ -55,9 +55,9 @@ struct PairBiasActiveBlocks {
     uint32_t active, full;
 };
 
-// Whether an n_block of kKeys keys may have hidden keys. If not, no producer warp zeros them.
+// Whether an n_block of kKeys keys may have masked keys. If not, no producer warp zeros them.
 template <int kKeys>
-__device__ __forceinline__ bool pair_bias_hides_keys(const AttentionParams& p) {
+__device__ __forceinline__ bool pair_bias_masks_keys(const AttentionParams& p) {
     return p.packed_mask.present() || p.seqlen_k % kKeys != 0;
 }
 
@@ -91,7 +91,7 @@ struct PairBiasKeyMask {
     }
 };
 
-// Zeros a row of a tile. A hidden row or key may be NaN, and 0 * NaN is NaN.
+// Zeros a row of a tile. A masked row or key may be NaN, and 0 * NaN is NaN.
 template <typename Tile>
 __device__ __forceinline__ void zero_row(Tile& tile, int row) {
     static_assert(Tile::kSlabs == 1);

@@ -81,9 +81,9 @@ def entry(name: str, index: int, size: int) -> int:
 
 def listed_keys(lists: KeyLists, batch: int, head: int, tile: int) -> Tensor:
     """The sorted keys of one list, without padding."""
-    spans = lists.spans[:, entry("batch", batch, lists.batches), entry("head", head, lists.heads)]
+    spans = lists.kv_indptr[:, entry("batch", batch, lists.batches), entry("head", head, lists.heads)]
     begin, end = spans[:, 0 if lists.row_broadcast else tile].tolist()
-    keys = lists.keys[begin:end]
+    keys = lists.kv_indices[begin:end]
     return keys[keys >= 0].long()
 
 
@@ -99,7 +99,9 @@ def densities(picture: Picture, lists: KeyLists | None, cells: int) -> Densities
     while max(rows, keys) > cell * cells:
         cell *= 2
     visible, computed = torch.zeros(2, -(-rows // cell), -(-keys // cell), dtype=torch.int64, device=device)
-    tile_rows = LIST_ROWS if lists is None or lists.rows is None else 32 * lists.rows.shape[1]  # a bit per row
+    tile_rows = (
+        LIST_ROWS if lists is None or lists.kv_row_bits is None else 32 * lists.kv_row_bits.shape[1]
+    )  # a bit per row
     for tile, first in enumerate(range(0, rows, tile_rows)):
         last = min(first + tile_rows, rows)
         edges = torch.tensor([*range(first, last, min(cell, tile_rows)), last], device=device)

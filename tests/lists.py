@@ -10,8 +10,8 @@ def check_lists(lists, dense):
 
     `dense`: bool (sequences, heads, Sq, Sk).
     """
-    spans, all_keys = lists.spans.cpu().flatten(1), lists.keys.cpu()
-    all_rows, dense = None if lists.rows is None else lists.rows.cpu(), dense.cpu()
+    spans, all_keys = lists.kv_indptr.cpu().flatten(1), lists.kv_indices.cpu()
+    all_rows, dense = None if lists.kv_row_bits is None else lists.kv_row_bits.cpu(), dense.cpu()
     assert (lists.batches, lists.heads) == tuple(dense.shape[:2])
     assert lists.num_m_blocks == (1 if lists.row_broadcast else -(-dense.shape[2] // 128))
     tiles = itertools.product(dense.flatten(0, 1), range(lists.num_m_blocks))
@@ -26,5 +26,5 @@ def check_lists(lists, dense):
         words = all_rows[begin : begin + size]
         rows = torch.stack([words[:, i // 32] >> (i % 32) & 1 for i in range(128)]).bool()
         assert torch.equal(rows[: tile.shape[0]], tile[:, keys]) and not rows[tile.shape[0] :].any()
-        if lists.rows.device.type == "cpu":
+        if lists.kv_row_bits.device.type == "cpu":
             assert (all_rows[begin + size : end] == 0).all()

@@ -18,14 +18,14 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //   relative_bias        ({B|1}, {H|Hkv|1}, 2 R + 1), or a grid of h x w tokens ({B|1}, {H|Hkv|1}, 2 h - 1, 2 w - 1);
 //                        float32, or float64 beside a float64 query (RelativeBiasView in params.h)
 //   mask                 bool in the bias's shapes. On CUDA the bits that pack_mask made: int32, 32 keys per word
-//   mask_tiles           on CUDA, beside mask: uint8, nine bytes for each block of 64 x 64 scores
+//   mask_summaries       on CUDA, beside mask: uint8, nine bytes for each block of 64 x 64 scores
 //   intervals            int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
 //   kv_indices           int32 (capacity), the keys of all lists, padded with -1 (KeyListsView in params.h)
 //   kv_indptr            int64 (2, {B|B/n|1}, {H|Hkv|1}, m_blocks), where each list begins and ends in kv_indices
 //   kv_row_bits          int32 (capacity, 4), a bit for each of the 128 rows of a list. (0, 4) or (0, 2) where each of
 //                        the 128 or 64 rows of a list sees all its keys
 //   cu_seqlens_*, max_*  all of them for variable length, or none; cu_seqlens int32 (B + 1)
-//   seqlens_k            int32 (B), the number of keys of each batch element, of fixed length and without gradients
+//   seqused_k            int32 (B), the number of keys of each batch element, of fixed length and without gradients
 //
 // At most one of mask and intervals is given. Lists come alone, with intervals that show which rows see a listed key,
 // or with a packed mask (pack_and_list_mask), where the device chooses between the two.
@@ -36,7 +36,7 @@ using OptionalSymInt = std::optional<c10::SymInt>;
     X("Tensor?", OptionalTensor, bias)          \
     X("Tensor?", OptionalTensor, relative_bias) \
     X("Tensor?", OptionalTensor, mask)          \
-    X("Tensor?", OptionalTensor, mask_tiles)    \
+    X("Tensor?", OptionalTensor, mask_summaries)  \
     X("Tensor?", OptionalTensor, intervals)     \
     X("Tensor?", OptionalTensor, kv_indices)    \
     X("Tensor?", OptionalTensor, kv_indptr)     \
@@ -45,7 +45,7 @@ using OptionalSymInt = std::optional<c10::SymInt>;
     X("Tensor?", OptionalTensor, cu_seqlens_k)  \
     X("SymInt?", OptionalSymInt, max_seqlen_q)  \
     X("SymInt?", OptionalSymInt, max_seqlen_k)  \
-    X("Tensor?", OptionalTensor, seqlens_k)     \
+    X("Tensor?", OptionalTensor, seqused_k)       \
     X("float", double, softmax_scale)           \
     X("float", double, softcap)                 \
     X("bool", bool, is_causal)                  \

@@ -169,7 +169,7 @@ ForwardResult forward(Arguments... arguments) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
-    TORCH_CHECK_VALUE(!inputs.seqlens_k,
+    TORCH_CHECK_VALUE(!inputs.seqused_k,
                       "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
     if (const auto& transforms = at::functorch::functorchTLSAccessor()) transforms->checkSupportsCppAutogradFunction();
     ForwardResult result;

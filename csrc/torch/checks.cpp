@@ -204,10 +204,10 @@ void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std:
     check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 
-void check_packed_mask(const Tensor& bits, const Tensor& tiles, const Tensor& query, const Tensor& key, int64_t batch,
+void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key, int64_t batch,
                        bool varlen) {
     for (const auto& [tensor, name, dtype] :
-         {std::tuple(&bits, "mask", at::kInt), std::tuple(&tiles, "mask_tiles", at::kByte)}) {
+         {std::tuple(&bits, "mask", at::kInt), std::tuple(&summaries, "mask_summaries", at::kByte)}) {
         TORCH_CHECK_TYPE(tensor->scalar_type() == dtype, name, " must be what pack_mask returned on CUDA, ",
                          dtype_name(dtype), ", got ", dtype_of(*tensor));
         check_device(*tensor, name, query, "query");
@@ -290,14 +290,14 @@ void check_length(const char* name, int64_t length) {
     TORCH_CHECK_VALUE(length >= 0 && length <= kMax, name, " must be from 0 to ", kMax, ", got ", length);
 }
 
-void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor& key) {
-    check_ndim("cache_seqlens", seqlens_k, "(B)");
-    check_dtype(seqlens_k, "cache_seqlens", at::kInt);
-    check_device(seqlens_k, "cache_seqlens", query, "query");
-    TORCH_CHECK_VALUE(seqlens_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
-                      query.sym_size(0), ", got ", seqlens_k.sym_size(0));
-    if (!is_host_readable(seqlens_k)) return;
-    const Tensor lengths = read_back(seqlens_k);
+void check_seqused_k(const Tensor& seqused_k, const Tensor& query, const Tensor& key) {
+    check_ndim("cache_seqlens", seqused_k, "(B)");
+    check_dtype(seqused_k, "cache_seqlens", at::kInt);
+    check_device(seqused_k, "cache_seqlens", query, "query");
+    TORCH_CHECK_VALUE(seqused_k.sym_size(0) == query.sym_size(0), "cache_seqlens must have query's batch size ",
+                      query.sym_size(0), ", got ", seqused_k.sym_size(0));
+    if (!is_host_readable(seqused_k)) return;
+    const Tensor lengths = read_back(seqused_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
         TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to ", key.sym_size(1),
                           ", the keys of key, got ", length);

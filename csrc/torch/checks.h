@@ -29,7 +29,7 @@ void check_batch(const char* name, const Tensor& tensor, const Tensor& query);
 // Masks and biases; the rows have been checked. max_seqlen_k: for variable length.
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
 // What pack_mask made of a mask for `batch` batch elements or sequences. cuda_backend.cpp checks the lengths.
-void check_packed_mask(const Tensor& bits, const Tensor& tiles, const Tensor& query, const Tensor& key, int64_t batch,
+void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key, int64_t batch,
                        bool varlen);
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen);
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
@@ -38,7 +38,7 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
 // Sq, Sk or a bound on them: the kernels count rows and keys in 32 bits.
 void check_length(const char* name, int64_t length);
 // The number of valid keys of each batch element, for fixed length.
-void check_seqlens_k(const Tensor& seqlens_k, const Tensor& query, const Tensor& key);
+void check_seqused_k(const Tensor& seqused_k, const Tensor& query, const Tensor& key);
 
 // The offsets of sequences.
 struct CuSeqlens {

@@ -29,37 +29,37 @@ Tensor workspace(int64_t bytes, const Tensor& like) {
 void* address(const Tensor& memory) { return memory.defined() ? memory.data_ptr() : nullptr; }
 
 // The packed mask of a plan, in these tensors.
-PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& tiles) {
+PackedMask in_tensors(PackedMask packed, const Tensor& bits, const Tensor& summaries) {
     packed.bits = reinterpret_cast<uint32_t*>(bits.data_ptr<int32_t>());
-    packed.visible_keys = reinterpret_cast<uint64_t*>(tiles.data_ptr());
+    packed.visible_keys = reinterpret_cast<uint64_t*>(summaries.data_ptr());
     packed.is_full = reinterpret_cast<bool*>(packed.visible_keys + packed.blocks_size);
     return packed;
 }
 
-// Packs params.mask, which is `mask`. Returns (bits, tiles).
+// Packs params.mask, which is `mask`. Returns (bits, summaries).
 std::tuple<Tensor, Tensor> pack(AttentionParams& p, const Tensor& mask) {
     const PackedMask plan = plan_packed_mask(p);
     const auto ints = mask.options().dtype(at::kInt);
     const Tensor bits = mask.dim() == 3
                             ? at::empty({mask.size(0), plan.heads, plan.words}, ints)
                             : at::empty({plan.batches, plan.heads, p.mask.per_key ? 1 : p.seqlen_q, plan.words}, ints);
-    const Tensor tiles =
+    const Tensor summaries =
         at::empty({PackedMask::kSummaryBytes, plan.batches, plan.heads, plan.num_m_blocks, plan.num_n_blocks},
                   mask.options().dtype(at::kByte));
-    p.packed_mask = in_tensors(plan, bits, tiles);
+    p.packed_mask = in_tensors(plan, bits, summaries);
     pack_mask_cuda(p, p.packed_mask, current_stream());
-    return {bits, tiles};
+    return {bits, summaries};
 }
 
 // Fills the params with a packed mask, or summarizes intervals by blocks. Returns the memory of the summaries.
 template <typename Params>
 Tensor prepare_mask(Params& p, const Inputs& in, cudaStream_t stream) {
-    if (const OptionalTensor &bits = in.mask, &tiles = in.mask_tiles; bits) {
+    if (const OptionalTensor &bits = in.mask, &summaries = in.mask_summaries; bits) {
         const PackedMask plan = plan_packed_mask(p);
         TORCH_CHECK_VALUE(
-            bits->numel() == plan.bits_size && tiles->numel() == PackedMask::kSummaryBytes * plan.blocks_size,
-            "mask and mask_tiles must be what pack_mask returned for these lengths");
-        p.packed_mask = in_tensors(plan, *bits, *tiles);
+            bits->numel() == plan.bits_size && summaries->numel() == PackedMask::kSummaryBytes * plan.blocks_size,
+            "mask and mask_summaries must be what pack_mask returned for these lengths");
+        p.packed_mask = in_tensors(plan, *bits, *summaries);
     }
     if (!p.intervals.present() || p.lists.present()) return {};
     const IntervalSummaries plan = plan_interval_summaries(p);
@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
                       "mask must not be empty, and have a row per query row, got shape ", shape_of(mask));
     TORCH_CHECK_VALUE(percent >= 0 && percent <= 100, "percent must be from 0 to 100, got ", percent);
     const c10::cuda::CUDAGuard guard(mask.device());
-    const auto [bits, tiles] = pack(p, mask);
+    const auto [bits, summaries] = pack(p, mask);
     const KeyListsPlan plan = plan_key_lists(p);
     const Tensor memory = workspace(plan.workspace_bytes, mask);
     const int64_t capacity = room_for_short_lists(p, plan);
@@ -199,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tens
                           current_stream());
     key_list_fill_cuda(p, plan, address(memory), lists.begins(), capacity, lists.kv_indices.data_ptr<int32_t>(),
                        lists.row_words(), current_stream());
-    return {bits, tiles, lists.kv_indices, lists.kv_indptr, lists.kv_row_bits};
+    return {bits, summaries, lists.kv_indices, lists.kv_indptr, lists.kv_row_bits};
 }
 
 std::tuple<Tensor, Tensor, Tensor> build_bounded_lists(const AttentionParams& p, const Tensor& source,

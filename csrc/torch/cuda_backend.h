@@ -43,8 +43,8 @@ std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64
                                      const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k);
 
 // For fixed length: the packed mask and its lists (kv_indices, kv_indptr, kv_row_bits), if these are short: at most
-// half of all keys, and at most `percent` of the keys in tiles that are not empty. Otherwise kv_indptr is -1. Reads
-// nothing back: the operators take both forms, and the device uses the lists if there are any, else the tiles.
+// half of all keys, and at most `percent` of the keys in blocks that are not empty. Otherwise kv_indptr is -1. Reads
+// nothing back: the operators take both forms, and the device uses the lists if there are any, else the packed mask.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_and_list_mask(const Tensor& mask, int64_t seqlen_q,
                                                                       int64_t seqlen_k, bool is_causal,
                                                                       int64_t percent);

@@ -98,7 +98,7 @@ bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
 bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
 
 bool read_cache_seqlens(Inputs& in, py::handle given) {
-    return given.is_none() || read_int32(in, given, in.seqlens_k);
+    return given.is_none() || read_int32(in, given, in.seqused_k);
 }
 
 bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k) {
@@ -108,8 +108,8 @@ bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k
 // The keys that a call reads: on the CPU up to the end of the longest sequence of a cache.
 int64_t filled_keys(const Inputs& in) {
     const int64_t room = in.key.size(1);
-    if (!in.seqlens_k || !in.query.is_cpu()) return room;
-    const at::ArrayRef<int32_t> lengths(in.seqlens_k->const_data_ptr<int32_t>(), in.seqlens_k->numel());
+    if (!in.seqused_k || !in.query.is_cpu()) return room;
+    const at::ArrayRef<int32_t> lengths(in.seqused_k->const_data_ptr<int32_t>(), in.seqused_k->numel());
     return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
 }
 
@@ -170,7 +170,7 @@ bool is_prepared_here(const CallMask& mask, const Inputs& in, const Limits& limi
         const Tensor& bias = *in.bias;
         const bool is_per_key = bias.size(2) == 1 && bias.size(3) == keys;
         if (!is_per_key || (bias.size(0) != 1 && bias.size(0) != in.query.size(0))) return false;
-        const bool has_intervals = in.query.is_cuda() && !in.seqlens_k;
+        const bool has_intervals = in.query.is_cuda() && !in.seqused_k;
         return rows <= kMaxListedRows || mask.window_size >= filled_keys(in) || has_intervals;
     }
     if (in.query.is_cpu()) return (!mask.visible && !mask.intervals) || keys < limits.cpu_keys;
@@ -187,14 +187,14 @@ void prepare(Inputs& in, const CallMask& mask, const Limits& limits) {
     if (mask.visible) {
         in.mask = mask.visible;
         if (in.query.is_cuda())
-            std::tie(in.mask, in.mask_tiles) =
+            std::tie(in.mask, in.mask_summaries) =
                 pack_mask(*mask.visible, rows, keys, in.is_causal, std::nullopt, std::nullopt);
     } else if (mask.window_size >= keys) {  // causality and the bias suffice
-        refuse_nan(*in.bias, in.seqlens_k);
+        refuse_nan(*in.bias, in.seqused_k);
     } else if (mask.window_size >= 0) {
         if (rows <= kMaxListedRows) {
             std::tie(in.kv_indices, in.kv_indptr, in.kv_row_bits) =
-                topk_lists(*in.bias, mask.window_size, rows, in.seqlens_k);
+                topk_lists(*in.bias, mask.window_size, rows, in.seqused_k);
             if (rows <= 1) in.kv_row_bits.reset();
             return;
         }
@@ -221,7 +221,7 @@ std::optional<ForwardResult> decode(const Inputs& in, int64_t window_size) {
     cached.k_cache = in.key;
     cached.v_cache = in.value;
     cached.bias_cache = in.bias->squeeze(2).transpose(1, 2).expand({in.query.size(0), keys, kv_heads});
-    if (in.seqlens_k) cached.cache_seqlens = *in.seqlens_k;
+    if (in.seqused_k) cached.cache_seqlens = *in.seqused_k;
     cached.window_size = window_size;
     cached.softmax_scale = in.softmax_scale;
     cached.is_causal = in.is_causal;
@@ -246,7 +246,7 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
     if (!read_rows(in, query_in, key_in, value_in, 4) || !read_bias(in, bias_in, {4})) return not_plain;
     if (!read_options(in, softmax_scale, is_causal, softcap, deterministic, return_lse)) return not_plain;
     if (in.bias && in.bias->size(3) == 1 && in.key.size(1) != 1) return not_plain;  // constant along the keys
-    if (!read_cache_seqlens(in, cache_seqlens) || (in.seqlens_k && !mask_in.is_none())) return not_plain;
+    if (!read_cache_seqlens(in, cache_seqlens) || (in.seqused_k && !mask_in.is_none())) return not_plain;
     CallMask mask;
     Limits limits{};
     mask.window_size = count_of(window_size);
@@ -267,8 +267,8 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
         if (mask.intervals) check_intervals(*mask.intervals, in.query, in.key, false);
         if (in.bias) check_bias(*in.bias, in.query, in.key, std::nullopt);
         check_kernels(in.query);
-        if (in.seqlens_k) {
-            check_seqlens_k(*in.seqlens_k, in.query, in.key);
+        if (in.seqused_k) {
+            check_seqused_k(*in.seqused_k, in.query, in.key);
             trim_to_longest(in);
         }
         std::optional<ForwardResult> decoded;

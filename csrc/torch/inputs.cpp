@@ -222,11 +222,11 @@ void set_rows(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequen
     p.query = rows_view(query, varlen);
     p.key = rows_view(key, varlen);
     p.value = rows_view(value, varlen);
-    if (!in.seqlens_k) return;
+    if (!in.seqused_k) return;
     TORCH_CHECK_VALUE(!varlen, "cache_seqlens is for fixed length; cu_seqlens_k holds the lengths of sequences");
-    check_seqlens_k(*in.seqlens_k, query, key);
-    check_last_contiguous(*in.seqlens_k, "cache_seqlens");
-    p.seqused_k = in.seqlens_k->const_data_ptr<int32_t>();
+    check_seqused_k(*in.seqused_k, query, key);
+    check_last_contiguous(*in.seqused_k, "cache_seqlens");
+    p.seqused_k = in.seqused_k->const_data_ptr<int32_t>();
 }
 
 void set_biases(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequences) {
@@ -253,9 +253,9 @@ void set_mask(AttentionParams& p, const Inputs& in, const OptionalVarlen& sequen
     const bool varlen = sequences.has_value(), is_packed = !in.query.is_cpu();
     TORCH_CHECK_VALUE(!in.mask || !in.intervals, "mask and intervals cannot both be given");
     if (in.mask) {
-        TORCH_CHECK_VALUE(!is_packed || in.mask_tiles,
-                          "on CUDA mask comes with mask_tiles, as pack_mask returned them");
-        is_packed ? check_packed_mask(*in.mask, *in.mask_tiles, in.query, in.key, p.batch, varlen)
+        TORCH_CHECK_VALUE(!is_packed || in.mask_summaries,
+                          "on CUDA mask comes with mask_summaries, as pack_mask returned them");
+        is_packed ? check_packed_mask(*in.mask, *in.mask_summaries, in.query, in.key, p.batch, varlen)
                   : check_mask(*in.mask, in.query, in.key, max_seqlen_k_of(sequences));
         p.mask = is_packed ? score_sizes(in.mask->sizes()) : score_view(*in.mask);
         p.mask.batch_group_size = batch_group_size_of(p, p.mask.batches);

@@ -69,7 +69,7 @@ TORCH_LIBRARY(flash_dmattn, m) {
         "topk_intervals(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
         "SymInt? max_keys, str name='bias') -> Tensor");
     m.def(
-        "topk_lists(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? seqlens_k) -> (Tensor, Tensor, Tensor)");
+        "topk_lists(Tensor bias, SymInt window_size, SymInt seqlen_q, Tensor? seqused_k) -> (Tensor, Tensor, Tensor)");
     m.def("topk_mask(Tensor bias, Tensor candidates, SymInt window_size) -> Tensor");
 }
 

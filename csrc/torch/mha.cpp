@@ -19,7 +19,7 @@ void make_readable(Inputs& in) {
         in.relative_bias = in.relative_bias->contiguous();
     if (is_bias_matrix(in) && !has_contiguous_entries(*in.bias)) in.bias = in.bias->contiguous();
     // Views of what the operators made, as vmap passes them.
-    for (OptionalTensor* bits : {&in.mask, &in.mask_tiles, &in.kv_row_bits})
+    for (OptionalTensor* bits : {&in.mask, &in.mask_summaries, &in.kv_row_bits})
         if (*bits && (*bits)->is_cuda() && !is_aligned(**bits)) *bits = (*bits)->clone(at::MemoryFormat::Contiguous);
 }
 
@@ -119,7 +119,7 @@ BackwardResult mha_bwd(const Tensor& dout, const OptionalTensor& dlse, const Ten
     TORCH_CHECK_VALUE(!needs_dbias || in.bias, "needs_dbias is True, but there is no bias");
     TORCH_CHECK_VALUE(!needs_drelative_bias || in.relative_bias,
                       "needs_drelative_bias is True, but there is no relative_bias");
-    TORCH_CHECK_VALUE(!in.seqlens_k, "cache_seqlens is for inference, and has no gradients");
+    TORCH_CHECK_VALUE(!in.seqused_k, "cache_seqlens is for inference, and has no gradients");
     check_results(p, in, dout, dlse, out, lse);
 
     const Tensor dout_rows = readable_rows(dout.stride(-1) == 1 ? dout : dout.contiguous());

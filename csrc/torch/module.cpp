@@ -32,12 +32,12 @@ void check_scores(const Tensor& query, const Tensor& key, py::handle mask, py::h
 }
 
 void check_fixed(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
-                 py::handle bias, py::handle seqlens_k) {
+                 py::handle bias, py::handle seqused_k) {
     const Tensor query = tensor_of("query", query_in), key = tensor_of("key", key_in),
                  value = tensor_of("value", value_in);
     check_rows(query, key, value, false);
     check_scores(query, key, mask, intervals, bias, std::nullopt);
-    if (!seqlens_k.is_none()) check_seqlens_k(tensor_of("cache_seqlens", seqlens_k), query, key);
+    if (!seqused_k.is_none()) check_seqused_k(tensor_of("cache_seqlens", seqused_k), query, key);
 }
 
 void check_variable(py::handle query_in, py::handle key_in, py::handle value_in, py::handle mask, py::handle intervals,
@@ -105,7 +105,7 @@ using MaskTensors =
     std::tuple<OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor>;
 
 Inputs with_masks(Inputs inputs, const MaskTensors& masks) {
-    std::tie(inputs.mask, inputs.mask_tiles, inputs.intervals, inputs.kv_indices, inputs.kv_indptr,
+    std::tie(inputs.mask, inputs.mask_summaries, inputs.intervals, inputs.kv_indices, inputs.kv_indptr,
              inputs.kv_row_bits) = masks;
     return inputs;
 }

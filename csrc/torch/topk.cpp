@@ -8,15 +8,15 @@
 namespace flash_dmattn {
 namespace {
 
-void set_lengths(SelectParams& p, const Tensor& bias, const OptionalTensor& seqlens_k) {
-    if (!seqlens_k) return;
-    check_dtype(*seqlens_k, "seqlens_k", at::kInt);
-    check_device(*seqlens_k, "seqlens_k", bias, "bias");
-    check_last_contiguous(*seqlens_k, "seqlens_k");
-    TORCH_CHECK_VALUE(seqlens_k->dim() == 1 && (p.batches == 1 || seqlens_k->numel() == p.batches),
-                      "seqlens_k must be (B), got shape ", shape_of(*seqlens_k));
-    p.batches = seqlens_k->numel();
-    p.seqused_k = seqlens_k->const_data_ptr<int32_t>();
+void set_lengths(SelectParams& p, const Tensor& bias, const OptionalTensor& seqused_k) {
+    if (!seqused_k) return;
+    check_dtype(*seqused_k, "seqused_k", at::kInt);
+    check_device(*seqused_k, "seqused_k", bias, "bias");
+    check_last_contiguous(*seqused_k, "seqused_k");
+    TORCH_CHECK_VALUE(seqused_k->dim() == 1 && (p.batches == 1 || seqused_k->numel() == p.batches),
+                      "seqused_k must be (B), got shape ", shape_of(*seqused_k));
+    p.batches = seqused_k->numel();
+    p.seqused_k = seqused_k->const_data_ptr<int32_t>();
 }
 
 // Callers that select by another tensor than attn_bias check it before.
@@ -53,11 +53,11 @@ SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seql
 }
 
 std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
-                                              const OptionalTensor& seqlens_k) {
+                                              const OptionalTensor& seqused_k) {
     SelectParams p = select_params(bias, window_size, seqlen_q);
     TORCH_CHECK_VALUE(bias.dim() != 2 && seqlen_q <= kMaxListedRows, "topk_lists is of fixed length and for up to ",
                       kMaxListedRows, " rows, got ", seqlen_q, " and bias of shape ", shape_of(bias));
-    set_lengths(p, bias, seqlens_k);
+    set_lengths(p, bias, seqused_k);
     const SelectedListsPlan plan = plan_selected_lists(p);
     const KeyListTensors lists = empty_key_lists(bias, plan.capacity, p.batches, p.bias.heads, 1, plan.has_rows);
     if (plan.lists == 0) {
@@ -84,10 +84,10 @@ Tensor topk_mask(const Tensor& bias, const Tensor& candidates, int64_t window_si
     return mask;
 }
 
-void refuse_nan(const Tensor& bias, const OptionalTensor& seqlens_k) {
+void refuse_nan(const Tensor& bias, const OptionalTensor& seqused_k) {
     if (!bias.is_cpu()) return;
     SelectParams p = select_params(bias, 0, 0);
-    set_lengths(p, bias, seqlens_k);
+    set_lengths(p, bias, seqused_k);
     check_order(has_order_cpu(p));
 }
 

@@ -119,8 +119,8 @@ def dispatch_on_device(
     if needs_grad:
         by_head_dim = CUDA_PERCENT if heads_share else CUDA_PERCENT_PER_HEAD
         percent = next((part for head_dim, part in by_head_dim.items() if query.shape[-1] <= head_dim), 0)
-    bits, tiles, *lists = ops.pack_and_list_mask(tensor, tensor.shape[2], tensor.shape[3], is_causal, percent)
-    return PackedMask(MaskTensors(bits, tiles, None, *lists))
+    bits, summaries, *lists = ops.pack_and_list_mask(tensor, tensor.shape[2], tensor.shape[3], is_causal, percent)
+    return PackedMask(MaskTensors(bits, summaries, None, *lists))
 
 
 def estimate_short(mask: Mask, problem: Problem) -> bool:
@@ -159,4 +159,4 @@ def lists_if_short(mask: Mask, problem: Problem) -> Mask | KeyLists:
         lengths = list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()))
     walked = sum(keys if one_list else walked_keys(rows, keys, is_causal) for rows, keys in lengths)
     lists = build_lists(mask, problem, limit=int(CPU_CROSSOVER * mask.shape[1] * walked))
-    return lists if lists.keys.shape[0] else mask
+    return lists if lists.kv_indices.shape[0] else mask

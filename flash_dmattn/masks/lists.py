@@ -55,19 +55,19 @@ class KeyLists(Container, Mask):
     these are edited in place, they no longer fit the lists.
 
     Attributes:
-        keys: int32 (capacity): list after list, each ascending and padded with -1 to a multiple of 64.
-        spans: int64 (2, batches, heads, m_blocks): where each list begins and ends in `keys`.
-        rows: int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see it, or
-            where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
+        kv_indices: int32 (capacity): list after list, each ascending and padded with -1 to a multiple of 64.
+        kv_indptr: int64 (2, batches, heads, m_blocks): where each list begins and ends in `kv_indices`.
+        kv_row_bits: int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see
+            it, or where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
         mask: what the lists were built from: the bool tensor, the KeyIntervalMask, or the indices.
         seqlen_q, seqlen_k: the number of query rows and of keys; for variable length bounds on the sequences.
         is_causal: whether the lists leave out keys that causality masks.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1), or None for fixed length.
     """
 
-    keys: Tensor
-    spans: Tensor
-    rows: Tensor | None
+    kv_indices: Tensor
+    kv_indptr: Tensor
+    kv_row_bits: Tensor | None
     mask: Tensor | KeyIntervalMask | KeyIndices
     seqlen_q: int
     seqlen_k: int
@@ -210,7 +210,7 @@ class KeyLists(Container, Mask):
         return self.source.operands()
 
     def packed(self, problem: Problem) -> MaskTensors:
-        return MaskTensors(None, None, self.intervals, self.keys, self.spans, self.rows)
+        return MaskTensors(None, None, self.intervals, self.kv_indices, self.kv_indptr, self.kv_row_bits)
 
     def as_bool(self, seqlen_q: int) -> Tensor:
         return self.source.as_bool(seqlen_q)
@@ -231,17 +231,17 @@ class KeyLists(Container, Mask):
     @property
     def batches(self) -> int:
         """The batch elements, for variable length the sequences, that have lists of their own."""
-        return self.spans.shape[1]
+        return self.kv_indptr.shape[1]
 
     @property
     def heads(self) -> int:
         """H, Hkv or 1."""
-        return self.spans.shape[2]
+        return self.kv_indptr.shape[2]
 
     @property
     def num_m_blocks(self) -> int:
         """The lists of a head: one for each tile of rows, or 1."""
-        return self.spans.shape[3]
+        return self.kv_indptr.shape[3]
 
     @property
     def intervals(self) -> Tensor | None:
@@ -251,23 +251,23 @@ class KeyLists(Container, Mask):
     @property
     def row_broadcast(self) -> bool:
         """Whether one list serves every row of a head."""
-        return self.rows is None and self.intervals is None
+        return self.kv_row_bits is None and self.intervals is None
 
     @property
     def device(self) -> torch.device:
         """The device of the lists."""
-        return self.keys.device
+        return self.kv_indices.device
 
     def lengths(self) -> Tensor:
         """int64 (batches, heads, m_blocks): the length of each list, with its padding."""
-        return self.spans[1] - self.spans[0]
+        return self.kv_indptr[1] - self.kv_indptr[0]
 
     def density(self) -> float:
         """The mean length of a list, with its padding, divided by `seqlen_k`: it may be above 1. 0 without lists.
 
         Waits for the device.
         """
-        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.spans.numel() else 0.0
+        return float(self.lengths().double().mean()) / max(self.seqlen_k, 1) if self.kv_indptr.numel() else 0.0
 
     def to_dense(self) -> Tensor:
         """The mask that the lists were built from, as bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}).
@@ -290,19 +290,19 @@ class KeyLists(Container, Mask):
         index = batch_slice(index, self.batches)
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
-        return replace(self, spans=self.spans[:, index].contiguous(), mask=self.mask[index])
+        return replace(self, kv_indptr=self.kv_indptr[:, index].contiguous(), mask=self.mask[index])
 
     def __repr__(self) -> str:
-        causal = ", causal" if self.is_causal else ""
+        causal, room = ", causal" if self.is_causal else "", self.kv_indices.shape[0]
         return (
-            f"KeyLists({self.batches} x {self.heads} x {self.num_m_blocks} lists, room for {self.keys.shape[0]} keys, "
+            f"KeyLists({self.batches} x {self.heads} x {self.num_m_blocks} lists, room for {room} keys, "
             f"seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}{causal}, device={str(self.device)!r})"
         )
 
 
 register(
     KeyLists,
-    ("keys", "spans", "rows", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+    ("kv_indices", "kv_indptr", "kv_row_bits", "mask", "cu_seqlens_q", "cu_seqlens_k"),
     ("seqlen_q", "seqlen_k", "is_causal"),
 )
 
@@ -382,9 +382,10 @@ def build_lists(mask: Mask, problem: Problem, limit: int | None = None) -> KeyLi
     if limit is None and mask.keys_per_row is not None:  # with a limit the keys are counted
         bound = min(mask.keys_per_row, seqlen_k)
     lengths = clamped_seqlens(mask, problem)
-    keys, spans, rows = ops.build_key_lists(operands.mask, operands.intervals, *lengths, *sequences, bound, limit)
-    rows = None if operands.mask is None or is_per_key(mask.shape) else rows
-    return KeyLists(keys, spans, rows, mask if operands.mask is None else operands.mask, *problem)
+    tensors = ops.build_key_lists(operands.mask, operands.intervals, *lengths, *sequences, bound, limit)
+    kv_indices, kv_indptr, row_bits = tensors
+    kv_row_bits = None if operands.mask is None or is_per_key(mask.shape) else row_bits
+    return KeyLists(kv_indices, kv_indptr, kv_row_bits, mask if operands.mask is None else operands.mask, *problem)
 
 
 def list_indices(source: KeyIndices, problem: Problem) -> KeyLists:

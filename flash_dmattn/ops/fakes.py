@@ -76,22 +76,24 @@ def build_key_lists(mask, intervals, seqlen_q, seqlen_k, is_causal, cu_seqlens_q
     shape = like.shape if mask is not None else like.shape[1:]
     batches = shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     row_broadcast = mask is not None and is_per_key(mask.shape)
-    tiles = 1 if row_broadcast else num_m_blocks(seqlen_q)
+    m_blocks = 1 if row_broadcast else num_m_blocks(seqlen_q)
     if intervals is not None and keys_per_row is not None:
-        capacity = batches * shape[1] * tiles * list_capacity(keys_per_row, seqlen_q, seqlen_k)
+        capacity = batches * shape[1] * m_blocks * list_capacity(keys_per_row, seqlen_q, seqlen_k)
         if cu_seqlens_q is not None and like.device.type == "cpu":  # as in csrc/torch/lists.cpp
-            capacity = torch.sym_min(capacity, shape[1] * tiles * (shape[0] + batches * (LIST_ALIGN - 1)))
+            capacity = torch.sym_min(capacity, shape[1] * m_blocks * (shape[0] + batches * (LIST_ALIGN - 1)))
     else:
         capacity = torch.library.get_ctx().new_dynamic_size()
-    return empty_lists(like, capacity, (batches, shape[1], guard_free(tiles)), mask is not None and not row_broadcast)
+    return empty_lists(
+        like, capacity, (batches, shape[1], guard_free(m_blocks)), mask is not None and not row_broadcast
+    )
 
 
 def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     # As plan_index_lists in csrc/index_params.h.
     has_bits = has_row_bits(tile_rows)
     list_rows = LIST_ROWS if has_bits or tile_rows % LIST_ROWS == 0 else LIST_ROWS // 2
-    tiles = -(-seqlen_q // list_rows)
-    groups = tiles if has_bits else -(-tiles // (tile_rows // list_rows))
+    m_blocks = -(-seqlen_q // list_rows)
+    groups = m_blocks if has_bits else -(-m_blocks // (tile_rows // list_rows))
     if not has_bits:
         across = 1
     else:
@@ -104,7 +106,7 @@ def index_key_lists(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_causal
         batches = intervals.shape[1] if batches == 1 else batches
     if cu_seqlens_q is not None:
         batches = cu_seqlens_q.shape[0] - 1
-    spans = (batches, heads, guard_free(tiles))
+    spans = (batches, heads, guard_free(m_blocks))
     return empty_lists(indices, batches * heads * groups * stride, spans, has_bits, list_rows)
 
 
@@ -114,17 +116,18 @@ def pack_mask(mask, seqlen_q, seqlen_k, is_causal, cu_seqlens_q, cu_seqlens_k):
     heads, words = mask.shape[1], -(-seqlen_k // 128) * 4
     rows = (batches, heads, 1 if row_broadcast else seqlen_q)
     bits = (*(mask.shape[:2] if mask.ndim == 3 else rows), words)
-    tiles = (9, batches, heads, *map(guard_free, (1 if row_broadcast else -(-seqlen_q // 64), -(-seqlen_k // 64))))
-    return mask.new_empty(bits, dtype=torch.int32), mask.new_empty(tiles, dtype=torch.uint8)
+    blocks = map(guard_free, (1 if row_broadcast else -(-seqlen_q // 64), -(-seqlen_k // 64)))
+    summaries = (9, batches, heads, *blocks)
+    return mask.new_empty(bits, dtype=torch.int32), mask.new_empty(summaries, dtype=torch.uint8)
 
 
 def pack_and_list_mask(mask, seqlen_q, seqlen_k, is_causal, percent):
-    batches, heads, tiles = *mask.shape[:2], num_m_blocks(seqlen_q)
+    batches, heads, m_blocks = *mask.shape[:2], num_m_blocks(seqlen_q)
     # As room_for_short_lists in csrc/cuda/mask/builders/list_builder.cu.
     walked = count_causal_scores(seqlen_q, seqlen_k, is_causal) // LIST_ROWS + seqlen_k
-    capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + tiles) * LIST_ALIGN
+    capacity = batches * heads * (-(-(walked // 2) // LIST_ALIGN) + m_blocks) * LIST_ALIGN
     packed = pack_mask(mask, seqlen_q, seqlen_k, is_causal, None, None)
-    return *packed, *empty_lists(mask, capacity, (batches, heads, tiles), True)
+    return *packed, *empty_lists(mask, capacity, (batches, heads, m_blocks), True)
 
 
 def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_keys, name="bias"):
@@ -132,8 +135,8 @@ def topk_intervals(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k, max_
     return bias.new_empty((2, *shape), dtype=torch.int32)
 
 
-def topk_lists(bias, window_size, seqlen_q, seqlens_k):
-    batches, heads = bias.shape[0] if seqlens_k is None else seqlens_k.shape[0], bias.shape[1]
+def topk_lists(bias, window_size, seqlen_q, seqused_k):
+    batches, heads = bias.shape[0] if seqused_k is None else seqused_k.shape[0], bias.shape[1]
     capacity = batches * heads * list_capacity(window_size, seqlen_q, bias.shape[-1])
     return empty_lists(bias, capacity, (batches, heads, 1), seqlen_q > 1)
 

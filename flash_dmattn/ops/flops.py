@@ -105,7 +105,7 @@ def sequences_of(given: Arguments) -> Iterator[Sequence]:
             first_row, first_key = row, key
         return
     batch, seqlen_q, *_ = given.query.shape
-    seqused_k = [given.key.shape[1]] * batch if given.seqlens_k is None else given.seqlens_k.tolist()
+    seqused_k = [given.key.shape[1]] * batch if given.seqused_k is None else given.seqused_k.tolist()
     for number, keys in enumerate(seqused_k):
         yield Sequence(number, slice(0, seqlen_q), slice(0, keys), given.is_causal)
 
@@ -175,7 +175,7 @@ def count_in_mask(seen: Tensor, sequence: Sequence) -> int:
 def count_in_lists(given: Arguments, sequence: Sequence) -> int:
     seqlen_q, seqlen_k = sequence.lengths
     spans = part(given.kv_indptr, batch_of(given), sequence.number, dim=1)
-    heads, tiles = spans.shape[1:]
+    heads, m_blocks = spans.shape[1:]
     begin, end = spans.flatten(1)
     lengths = end - begin
     owner = torch.repeat_interleave(lengths)  # the number of each listed key's list
@@ -186,12 +186,12 @@ def count_in_lists(given: Arguments, sequence: Sequence) -> int:
 
     bits = given.kv_row_bits
     rows = LIST_ROWS if bits is None else 32 * bits.shape[1]
-    first_of_list = owner % tiles * rows
-    last_of_list = (first_of_list + rows).clamp_(max=seqlen_q) if tiles > 1 else torch.full_like(keys, seqlen_q)
+    first_of_list = owner % m_blocks * rows
+    last_of_list = (first_of_list + rows).clamp_(max=seqlen_q) if m_blocks > 1 else torch.full_like(keys, seqlen_q)
     first = torch.maximum(sequence.first_rows(keys), first_of_list)
     if given.intervals is not None:
         intervals = intervals_of(given, sequence)
-        start, end = intervals[:, owner // tiles * intervals.shape[1] // heads, keys.long()]
+        start, end = intervals[:, owner // m_blocks * intervals.shape[1] // heads, keys.long()]
         first, last_of_list = torch.maximum(first, start), torch.minimum(last_of_list, end)
     if bits is None or bits.shape[0] == 0:
         return int((last_of_list - first).clamp_(min=0).sum())

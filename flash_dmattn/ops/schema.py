@@ -19,7 +19,7 @@ class MaskTensors(NamedTuple):
     # bool ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), (total_k, heads) or (total_q, heads, max_seqlen_k); on CUDA what
     # pack_mask made of it
     mask: Optional[Tensor] = None
-    mask_tiles: Optional[Tensor] = None  # on CUDA, from pack_mask
+    mask_summaries: Optional[Tensor] = None  # on CUDA, from pack_mask
     intervals: Optional[Tensor] = None  # int32 (2, {B|1}, {H|Hkv|1}, Sk), starts and ends, or (2, total_k, heads)
     kv_indices: Optional[Tensor] = None  # int32 (capacity), list after list, padded with -1
     kv_indptr: Optional[Tensor] = None  # int64 (2, {B|B/n|1}, {H|Hkv|1}, m_blocks): where each list begins and ends
@@ -30,11 +30,11 @@ class MaskTensors(NamedTuple):
 
 NO_MASK = MaskTensors()
 
-# The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqlens_k int32 (B):
+# The arguments of attention_forward. cu_seqlens int32 (B + 1): all four of the sequences, or none. seqused_k int32 (B):
 # cache_seqlens of the public functions. relative_bias: float32, or float64 with a float64 query; with a fourth
 # dimension of a grid.
 TENSORS = ("query", "key", "value", "bias", "relative_bias", *MaskTensors._fields)
-SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqlens_k")
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k")
 OPTIONS = {"softmax_scale": 1.0, "softcap": 0.0, "is_causal": False, "deterministic": False}
 DEFAULTS = (*(None for _ in (*TENSORS[3:], *SEQUENCES)), *OPTIONS.values())  # query, key and value are required
 Arguments = namedtuple("Arguments", (*TENSORS, *SEQUENCES, *OPTIONS), defaults=DEFAULTS)

@@ -42,7 +42,7 @@ class Forward(Operator):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        if Arguments(*inputs).seqlens_k is not None and any(ctx.needs_input_grad):
+        if Arguments(*inputs).seqused_k is not None and any(ctx.needs_input_grad):
             raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
         ctx.set_materialize_grads(False)
         tensors = (x if isinstance(x, Tensor) else None for x in inputs)

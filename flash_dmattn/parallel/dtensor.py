@@ -17,13 +17,13 @@ from ..ops.schema import Arguments, BackwardArguments
 # The (batch, heads) dimensions of arguments and results.
 ROWS = (0, 2)  # query, key, value, out
 SCORES = (0, 1)  # masks, biases, lse
-STACKED = (1, 2)  # with one more dimension in front: intervals (2, ..), spans (2, ..), tiles of a mask (9, ..)
+STACKED = (1, 2)  # with one more dimension in front: intervals (2, ..), spans (2, ..), summaries of a mask (9, ..)
 LISTS = (0, 0)  # concatenated key lists: each rank has its own, of any length
 # The dimensions of the attention operators' arguments. Other tensors are replicated.
 DIMENSIONS = {
     **dict.fromkeys(("query", "key", "value", "dout", "out"), ROWS),
     **dict.fromkeys(("bias", "relative_bias", "dlse", "lse", "mask"), SCORES),
-    **dict.fromkeys(("mask_tiles", "intervals", "kv_indptr"), STACKED),
+    **dict.fromkeys(("mask_summaries", "intervals", "kv_indptr"), STACKED),
     **dict.fromkeys(("kv_indices", "kv_row_bits"), LISTS),
 }
 BATCH, HEADS = AXES = (0, 1)
@@ -52,7 +52,7 @@ def sharded_arguments(arguments: Arguments | BackwardArguments, axis: int) -> li
 
     def placement(name: str, argument: object):
         dims = DIMENSIONS.get(name)
-        if name == "seqlens_k" and axis == BATCH:
+        if name == "seqused_k" and axis == BATCH:
             return sharded_list(argument)
         if dims is None or (dims is LISTS and lists_are_shared):
             return replicated([argument])[0]
@@ -181,7 +181,7 @@ def index_key_lists_rule(indices, intervals, tile_rows, seqlen_q, seqlen_k, is_c
 
 
 def pack_mask_rule(mask, *others):
-    """(bits, tiles)"""
+    """(bits, summaries)"""
     by_axis = {axis: [Shard(axis)] for axis in AXES if len(mask.shape) == 4 and mask.shape[axis] != 1}
     return mask_rule([mask, *others], (SCORES, STACKED), by_axis)
 
@@ -193,11 +193,11 @@ def topk_intervals_rule(bias, window_size, seqlen_q, cu_seqlens_q, cu_seqlens_k,
     return mask_rule([bias, *others], (STACKED,), by_axis)
 
 
-def topk_lists_rule(bias, window_size, seqlen_q, seqlens_k):
+def topk_lists_rule(bias, window_size, seqlen_q, seqused_k):
     """(keys, spans, rows)"""
-    lengths = {BATCH: Shard(0), HEADS: Replicate()} if is_tensor(seqlens_k) else {BATCH: None, HEADS: None}
+    lengths = {BATCH: Shard(0), HEADS: Replicate()} if is_tensor(seqused_k) else {BATCH: None, HEADS: None}
     by_axis = {axis: [Shard(axis), None, None, lengths[axis]] for axis in AXES if bias.shape[axis] != 1}
-    return mask_rule([bias, window_size, seqlen_q, seqlens_k], (LISTS, STACKED, LISTS), by_axis)
+    return mask_rule([bias, window_size, seqlen_q, seqused_k], (LISTS, STACKED, LISTS), by_axis)
 
 
 for operator, rule in (

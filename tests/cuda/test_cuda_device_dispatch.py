@@ -65,13 +65,15 @@ def test_lists_are_built_only_where_they_are_short(case):
     mask = make()
     made, whole = list_mask(mask, is_causal), KeyLists.build(mask, ROWS, KEYS, is_causal)
     packed = ops.pack_mask(mask, ROWS, KEYS, is_causal, None, None)
-    assert torch.equal(made.mask_tiles, packed[1])
+    assert torch.equal(made.mask_summaries, packed[1])
     if case in LONG:
         assert (made.kv_indptr == -1).all()
         return
-    assert torch.equal(made.kv_indptr, whole.spans)
-    listed = whole.keys.shape[0]
-    assert torch.equal(made.kv_indices[:listed], whole.keys) and torch.equal(made.kv_row_bits[:listed], whole.rows)
+    assert torch.equal(made.kv_indptr, whole.kv_indptr)
+    listed = whole.kv_indices.shape[0]
+    assert torch.equal(made.kv_indices[:listed], whole.kv_indices) and torch.equal(
+        made.kv_row_bits[:listed], whole.kv_row_bits
+    )
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "key bias"])
@@ -146,7 +148,7 @@ def test_a_deterministic_gradient_of_a_relative_bias(case):
         alone = ops.MaskTensors(*ops.pack_mask(mask, ROWS, KEYS, is_causal, None, None))
     else:
         lists = KeyLists.build(mask, ROWS, KEYS, is_causal)
-        alone = ops.MaskTensors(kv_indices=lists.keys, kv_indptr=lists.spans, kv_row_bits=lists.rows)
+        alone = ops.MaskTensors(kv_indices=lists.kv_indices, kv_indptr=lists.kv_indptr, kv_row_bits=lists.kv_row_bits)
     assert torch.equal(gradient(list_mask(mask, is_causal)), gradient(alone))
 
 

@@ -18,11 +18,11 @@ TILE_ROWS = pytest.mark.parametrize("tile_rows", [1, 3, 64, 96, 128, 192, 256, 1
 
 def assert_same_lists(ours, cpu):
     """Compares the lists; the unused capacity between them may hold anything."""
-    assert torch.equal(ours.spans.cpu(), cpu.spans) and ours.rows.shape == cpu.rows.shape
-    for begin, end in cpu.spans.flatten(1).T.tolist():
-        assert torch.equal(ours.keys[begin:end].cpu(), cpu.keys[begin:end])
-        if cpu.rows.shape[0]:
-            assert torch.equal(ours.rows[begin:end].cpu(), cpu.rows[begin:end])
+    assert torch.equal(ours.kv_indptr.cpu(), cpu.kv_indptr) and ours.kv_row_bits.shape == cpu.kv_row_bits.shape
+    for begin, end in cpu.kv_indptr.flatten(1).T.tolist():
+        assert torch.equal(ours.kv_indices[begin:end].cpu(), cpu.kv_indices[begin:end])
+        if cpu.kv_row_bits.shape[0]:
+            assert torch.equal(ours.kv_row_bits[begin:end].cpu(), cpu.kv_row_bits[begin:end])
 
 
 @CAUSAL
@@ -84,8 +84,8 @@ def test_indices_out_of_range_are_ignored():
     for tile_rows in (1, 64):
         given = indices.expand(1, 1, -(-100 // tile_rows), 8)
         lists = KeyLists.from_indices(given, 100, 8, tile_rows=tile_rows)
-        for begin, end in lists.spans.flatten(1).T.tolist():
-            assert lists.keys[begin:end].tolist() == [0, 5, 7] + [-1] * 61
+        for begin, end in lists.kv_indptr.flatten(1).T.tolist():
+            assert lists.kv_indices[begin:end].tolist() == [0, 5, 7] + [-1] * 61
         tensors = on_gpu(1, 100, 8)
         named = tensors[1][:, [0, 5, 7]], tensors[2][:, [0, 5, 7]]
         expected = flash_dmattn_func(tensors[0], *named)

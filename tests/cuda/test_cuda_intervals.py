@@ -71,9 +71,13 @@ def test_lists_equal_those_of_the_cpu(heads, keys, causal):
         rows = keys if isinstance(mask, KeyIntervalMask) else 500
         ours, cpu = KeyLists.build(mask, rows, is_causal=causal), KeyLists.build(_to_cpu(mask), rows, is_causal=causal)
         assert torch.equal(ours.lengths().cpu(), cpu.lengths())
-        for a, b in zip(ours.spans.cpu().flatten(1).T.tolist(), cpu.spans.flatten(1).T.tolist()):
-            assert torch.equal(ours.keys[slice(*a)].cpu(), cpu.keys[slice(*b)])
-            assert cpu.rows is None or causal or torch.equal(ours.rows[slice(*a)].cpu(), cpu.rows[slice(*b)])
+        for a, b in zip(ours.kv_indptr.cpu().flatten(1).T.tolist(), cpu.kv_indptr.flatten(1).T.tolist()):
+            assert torch.equal(ours.kv_indices[slice(*a)].cpu(), cpu.kv_indices[slice(*b)])
+            assert (
+                cpu.kv_row_bits is None
+                or causal
+                or torch.equal(ours.kv_row_bits[slice(*a)].cpu(), cpu.kv_row_bits[slice(*b)])
+            )
 
 
 def _to_cpu(mask):
@@ -85,8 +89,8 @@ def test_a_wrong_bound_truncates_lists():
     lists = KeyLists.build(mask, 500)
     room = 64 * 3
     cut = KeyLists.build(KeyIntervalMask(mask.start, mask.end, keys_per_row=room - 127), 500)
-    assert cut.keys.numel() == 2 * 4 * room
-    for a, b in zip(cut.spans.cpu().flatten(1).T.tolist(), lists.spans.cpu().flatten(1).T.tolist()):
+    assert cut.kv_indices.numel() == 2 * 4 * room
+    for a, b in zip(cut.kv_indptr.cpu().flatten(1).T.tolist(), lists.kv_indptr.cpu().flatten(1).T.tolist()):
         size = min(b[1] - b[0], room)
         assert a[1] - a[0] == size
-        assert torch.equal(cut.keys[slice(*a)], lists.keys[b[0] : b[0] + size])
+        assert torch.equal(cut.kv_indices[slice(*a)], lists.kv_indices[b[0] : b[0] + size])

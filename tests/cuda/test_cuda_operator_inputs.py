@@ -78,11 +78,11 @@ def test_packed_masks_that_do_not_fit_are_refused(direction):
     out, lse = ops.attention_forward(*Arguments(*tensors))
     wrong = {
         "mask must be .*, int32, got bool": ((bits > 0, tiles), TypeError),
-        "mask_tiles must be .*, uint8, got int8": ((bits, tiles.to(torch.int8)), TypeError),
-        "mask comes with mask_tiles": ((bits, None), ValueError),
+        "mask_summaries must be .*, uint8, got int8": ((bits, tiles.to(torch.int8)), TypeError),
+        "mask comes with mask_summaries": ((bits, None), ValueError),
         "mask must be on query's device": ((bits.cpu(), tiles), RuntimeError),
         "mask must be contiguous": ((bits.transpose(0, 1), tiles), ValueError),
-        "mask_tiles must be contiguous": ((bits, tiles.transpose(1, 2)), ValueError),
+        "mask_summaries must be contiguous": ((bits, tiles.transpose(1, 2)), ValueError),
         "mask must have 4 dimensions": ((bits[0], tiles), ValueError),
         "dimension 0 must be 1 or 4 or divide 4": ((bits[:3], tiles[:, :3].contiguous()), ValueError),
         "dimension 1 must be 1 or 2 or 4": ((bits[:, :3].contiguous(), tiles[:, :, :3].contiguous()), ValueError),
@@ -90,8 +90,8 @@ def test_packed_masks_that_do_not_fit_are_refused(direction):
         "for these lengths": ((bits[..., :4].contiguous(), tiles), ValueError),
         "returned for these lengths": ((bits, tiles[..., :1].contiguous()), ValueError),
     }
-    for message, ((mask, mask_tiles), error) in wrong.items():
-        arguments = Arguments(*tensors, mask=mask, mask_tiles=mask_tiles)
+    for message, ((mask, mask_summaries), error) in wrong.items():
+        arguments = Arguments(*tensors, mask=mask, mask_summaries=mask_summaries)
         with pytest.raises(error, match=message):
             if direction == "forward":
                 ops.attention_forward(*arguments)
@@ -105,11 +105,11 @@ def test_packed_masks_of_other_sequences_are_refused():
     key_mask = ops.pack_mask(mask_of(BATCH * SEQLEN, HEADS), SEQLEN, SEQLEN, False, cu, cu)
     row_mask = ops.pack_mask(mask_of(BATCH * SEQLEN, HEADS, SEQLEN), SEQLEN, SEQLEN, False, cu, cu)
     for bits, tiles in (key_mask, row_mask):
-        ops.attention_forward(*Arguments(*tensors, mask=bits, mask_tiles=tiles, **sequences))
-        fewer = {"mask": bits[:3].contiguous(), "mask_tiles": tiles}
+        ops.attention_forward(*Arguments(*tensors, mask=bits, mask_summaries=tiles, **sequences))
+        fewer = {"mask": bits[:3].contiguous(), "mask_summaries": tiles}
         with pytest.raises(ValueError, match="mask must be .*: dimension 0 must be (4|800), got shape"):
             ops.attention_forward(*Arguments(*tensors, **fewer, **sequences))
-        fewer = {"mask": bits[:, :3].contiguous(), "mask_tiles": tiles[:, :, :3].contiguous()}
+        fewer = {"mask": bits[:, :3].contiguous(), "mask_summaries": tiles[:, :, :3].contiguous()}
         with pytest.raises(ValueError, match="mask must be .*: dimension 1 must be 1 or 2 or 4, got shape"):
             ops.attention_forward(*Arguments(*tensors, **fewer, **sequences))
 
@@ -137,7 +137,7 @@ def test_lists_of_fewer_sequences_are_refused():
     mask = KeyIntervalMask(ints(BATCH * SEQLEN, 1), ints(BATCH * SEQLEN, 1) + SEQLEN)
     built = KeyLists.build(mask, SEQLEN, SEQLEN, cu_seqlens_q=cu, cu_seqlens_k=cu)
     for batches in (1, 2):
-        fewer = replace(built, spans=built.spans[:, :batches].contiguous())
+        fewer = replace(built, kv_indptr=built.kv_indptr[:, :batches].contiguous())
         with pytest.raises(ValueError, match=f"kv_indptr must be of 4 sequences, got {batches}"):
             flash_dmattn_varlen_func(*tensors, fewer, None, cu, cu, SEQLEN, SEQLEN)
 
@@ -190,7 +190,7 @@ def test_masks_in_memory_that_is_not_aligned(kind):
         given = MaskTensors(bits, tiles)
     else:
         built = KeyLists.build(mask, SEQLEN)
-        given = MaskTensors(None, None, None, built.keys, built.spans, built.rows)
+        given = MaskTensors(None, None, None, built.kv_indices, built.kv_indptr, built.kv_row_bits)
 
     def moved(tensor):
         memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device="cuda")
@@ -210,8 +210,8 @@ def test_key_lists_of_any_content_read_nothing_else(tile_rows):
     key, value = (surrounded(x, margin=8) for x in others)  # NaN on all sides
     indices = torch.randint(500, (1, 1, -(-SEQLEN // tile_rows), 40), dtype=torch.int32, device="cuda")
     built = KeyLists.from_indices(indices, SEQLEN, 500, tile_rows=tile_rows)
-    for keys in (built.keys.flip(0), built.keys - 3, built.keys + 490, built.keys * 10**6):
+    for keys in (built.kv_indices.flip(0), built.kv_indices - 3, built.kv_indices + 490, built.kv_indices * 10**6):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        out = flash_dmattn_func(*leaves, replace(built, keys=keys.contiguous()))
+        out = flash_dmattn_func(*leaves, replace(built, kv_indices=keys.contiguous()))
         assert not out.isnan().any()
         assert not any(x.isnan().any() for x in torch.autograd.grad(out.sum(), leaves))

@@ -29,24 +29,24 @@ def in_layout(indices, layout):
 
 def listed(lists, index):
     """The keys of a list, and bool (rows, keys): the rows that see them; all True where the rows share the list."""
-    begin, end = lists.spans.flatten(1)[:, index].tolist()
+    begin, end = lists.kv_indptr.flatten(1)[:, index].tolist()
     assert begin % 64 == 0 and end % 64 == 0
-    keys = lists.keys[begin:end]
+    keys = lists.kv_indices[begin:end]
     size = int((keys >= 0).sum())
     assert end - begin == -(-size // 64) * 64 and (keys[size:] == -1).all()
     if not has_row_bits(lists.mask.tile_rows):
-        assert lists.rows.shape[0] == 0
-        return keys[:size], torch.ones(32 * lists.rows.shape[1], size, dtype=torch.bool)
-    assert lists.rows.shape == (lists.keys.shape[0], 4)
-    words = lists.rows[begin : begin + size]
-    assert (lists.rows[begin + size : end] == 0).all()
+        assert lists.kv_row_bits.shape[0] == 0
+        return keys[:size], torch.ones(32 * lists.kv_row_bits.shape[1], size, dtype=torch.bool)
+    assert lists.kv_row_bits.shape == (lists.kv_indices.shape[0], 4)
+    words = lists.kv_row_bits[begin : begin + size]
+    assert (lists.kv_row_bits[begin + size : end] == 0).all()
     return keys[:size], torch.stack([words[:, i // 32] >> (i % 32) & 1 for i in range(128)]).bool()
 
 
 def check_lists(lists, dense):
     """`dense`: bool (batch, heads, Sq, Sk). Rows that share a list see what any of them sees."""
-    list_rows = 32 * lists.rows.shape[1]
-    assert lists.spans.shape[1:] == (*dense.shape[:2], -(-dense.shape[2] // list_rows))
+    list_rows = 32 * lists.kv_row_bits.shape[1]
+    assert lists.kv_indptr.shape[1:] == (*dense.shape[:2], -(-dense.shape[2] // list_rows))
     assert list_rows == 64 if lists.mask.tile_rows % 128 == 64 else list_rows == 128
     if not has_row_bits(lists.mask.tile_rows):
         shared = [part.any(2, keepdim=True).expand_as(part) for part in dense.split(lists.mask.tile_rows, dim=2)]
@@ -195,7 +195,7 @@ def test_memory_does_not_grow_with_rows_times_keys():
     query, key, value = tensors = [torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3)]
     indices = rand_indices(1, 1, length // 128, 4, keys=length)
     lists = KeyLists.from_indices(indices, length, length, tile_rows=128)
-    assert lists.keys.shape[0] == length // 128 * 64 and lists.rows.numel() == 0
+    assert lists.kv_indices.shape[0] == length // 128 * 64 and lists.kv_row_bits.numel() == 0
     gradients = torch.autograd.grad(flash_dmattn_func(*tensors, lists).sum(), tensors)
     some = slice(128 * 700, 128 * 701)
     named = indices[0, 0, 700]
@@ -212,7 +212,7 @@ def test_number_and_capacity_of_lists(tile_rows, list_rows, lists, room):
     made = KeyLists.from_indices(
         rand_indices(1, 1, -(-1000 // tile_rows), 5, keys=2000), 1000, 2000, tile_rows=tile_rows
     )
-    assert made.keys.shape[0] == lists * room and made.spans.shape[-1] == -(-1000 // list_rows)
+    assert made.kv_indices.shape[0] == lists * room and made.kv_indptr.shape[-1] == -(-1000 // list_rows)
     assert made.to("meta").mask.indices.device.type == "meta" and "seqlen_k=2000" in repr(made)
 
 

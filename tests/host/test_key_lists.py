@@ -60,7 +60,7 @@ def test_lists_hold_the_keys_that_their_rows_see(
 def test_a_key_mask_has_one_list_for_all_rows(is_causal):
     mask = rand_mask(2, 3, 1, 200, visible=0.3)
     lists = KeyLists.build(mask, 300, is_causal=is_causal)
-    assert lists.row_broadcast and lists.rows is None and lists.num_m_blocks == 1
+    assert lists.row_broadcast and lists.kv_row_bits is None and lists.num_m_blocks == 1
     check_lists(lists, mask)
     everything = KeyLists.build(torch.ones(1, 1, 1, 1, dtype=torch.bool), 300, 200)
     check_lists(everything, torch.ones(1, 1, 1, 200, dtype=torch.bool))
@@ -71,10 +71,10 @@ def test_a_bound_spares_reading_the_lengths():
     mask = KeyIntervalMask.topk(bias, 20)
     lists = KeyLists.build(mask, 500)
     # 128 rows see at most 20 + 127 keys, padded to 192.
-    assert lists.keys.shape[0] == 2 * 3 * 4 * 192
+    assert lists.kv_indices.shape[0] == 2 * 3 * 4 * 192
     check_lists(lists, mask.to_dense(500))
     without = KeyLists.build(KeyIntervalMask(mask.start, mask.end), 500)
-    assert without.keys.shape[0] == without.lengths().sum() < lists.keys.shape[0]
+    assert without.kv_indices.shape[0] == without.lengths().sum() < lists.kv_indices.shape[0]
     assert torch.equal(without.lengths(), lists.lengths())
 
 
@@ -106,9 +106,9 @@ def test_repr_lengths_density_and_dense_form():
     assert lists.lengths().tolist() == [[[128, 192, 64]]]
     assert lists.density() == pytest.approx(128 / 300)
     assert torch.equal(lists.to_dense(), mask.to_dense(300))
-    assert lists.to("meta").keys.device.type == "meta" and lists.to("meta").mask.start.device.type == "meta"
+    assert lists.to("meta").kv_indices.device.type == "meta" and lists.to("meta").mask.start.device.type == "meta"
     bool_lists = KeyLists.build(mask.to_dense(300), 300)
-    assert torch.equal(bool_lists.to_dense(), mask.to_dense(300)) and bool_lists.rows.shape[1] == 4
+    assert torch.equal(bool_lists.to_dense(), mask.to_dense(300)) and bool_lists.kv_row_bits.shape[1] == 4
     every_key = KeyLists.build(torch.ones(1, 1, 1, 300, dtype=torch.bool), 200, is_causal=True)
     assert torch.equal(every_key.to_dense()[0, 0], torch.ones(200, 300, dtype=torch.bool).tril(100))
 
@@ -418,7 +418,7 @@ def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
     cu = torch.arange(0, 4097, 16, dtype=torch.int32)
     mask = KeyIntervalMask.topk_varlen(torch.randn(4096, 1), 3000, cu)
     lists = KeyLists.build(mask, 131072, 131072, cu_seqlens_q=cu, cu_seqlens_k=cu)
-    assert lists.keys.shape[0] <= {"values": 256 * 64, "totals": 32 * (4096 + 256 * 63)}[known]
+    assert lists.kv_indices.shape[0] <= {"values": 256 * 64, "totals": 32 * (4096 + 256 * 63)}[known]
     assert (lists.seqlen_q, lists.seqlen_k) == (131072, 131072)
     rows = torch.randn(4096, 1, 8)
     ours = flash_dmattn_varlen_func(rows, rows, rows, lists, None, cu, cu, 131072, 131072)

@@ -31,7 +31,7 @@ def intervals(mask):
 
 def lists(keys):
     assert type(keys.seqlen_q) is int and type(keys.seqlen_k) is int
-    return keys.keys, keys.spans, keys.seqlen_q, keys.seqlen_k
+    return keys.kv_indices, keys.kv_indptr, keys.seqlen_q, keys.seqlen_k
 
 
 CALLS = {

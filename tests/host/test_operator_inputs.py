@@ -81,9 +81,9 @@ FIXED = {
     "keys that descend": (as_list(5, 2), ValueError, UNSORTED.format(2, 1)),
     "a key beyond the keys before others": (as_list(1, 10**9, 3), ValueError, UNSORTED.format(3, 2)),
     "a key twice": (as_list(1, 4, 4), ValueError, UNSORTED.format(4, 2)),
-    "lengths of 64 bits": ({"seqlens_k": torch.full((4,), 7)}, TypeError, "cache_seqlens must be int32"),
-    "lengths of 3 batch elements": ({"seqlens_k": ints(3)}, ValueError, "cache_seqlens must have query's batch size 4"),
-    "lengths beyond the keys": ({"seqlens_k": ints(4) + 8}, ValueError, "cache_seqlens must be from 0 to 7, the keys"),
+    "lengths of 64 bits": ({"seqused_k": torch.full((4,), 7)}, TypeError, "cache_seqlens must be int32"),
+    "lengths of 3 batch elements": ({"seqused_k": ints(3)}, ValueError, "cache_seqlens must have query's batch size 4"),
+    "lengths beyond the keys": ({"seqused_k": ints(4) + 8}, ValueError, "cache_seqlens must be from 0 to 7, the keys"),
 }
 
 CU_Q, CU_K = ints(5) + torch.arange(5).int() * ROWS, ints(5) + torch.arange(5).int() * KEYS
@@ -129,7 +129,7 @@ def arguments_of(is_varlen, given):
 def test_the_operators_refuse(case, direction):
     is_varlen = case.startswith("variable length: ")
     given, error, message = VARIABLE[case.removeprefix("variable length: ")] if is_varlen else FIXED[case]
-    if direction == "backward" and "seqlens_k" in given:
+    if direction == "backward" and "seqused_k" in given:
         pytest.skip("cache_seqlens has no gradient")
     arguments = arguments_of(is_varlen, given)
     out, lse = ops.attention_forward(*arguments_of(is_varlen, {}))
@@ -157,10 +157,10 @@ def test_lists_of_a_caller_that_are_not_sorted_are_refused(rows):
     tensors = inputs(1, rows, 400, 2, 1, 8)
     built = KeyLists.build(rand_mask(1, 1, rows, 400, visible=0.3), rows)
     flash_dmattn_func(*tensors, built)
-    below = torch.cat([torch.tensor([-2], dtype=torch.int32), built.keys[1:]])
-    for keys in (built.keys.flip(0), below, torch.full_like(built.keys, 10**6)):
+    below = torch.cat([torch.tensor([-2], dtype=torch.int32), built.kv_indices[1:]])
+    for keys in (built.kv_indices.flip(0), below, torch.full_like(built.kv_indices, 10**6)):
         with pytest.raises(ValueError, match="kv_indices must ascend from 0 within a list"):
-            flash_dmattn_func(*tensors, replace(built, keys=keys))
+            flash_dmattn_func(*tensors, replace(built, kv_indices=keys))
 
 
 def test_lists_of_fewer_sequences_are_refused():
@@ -169,7 +169,7 @@ def test_lists_of_fewer_sequences_are_refused():
     built = KeyLists.build(KeyIntervalMask(ints(8, 1), ints(8, 1) + 2), 2, 2, cu_seqlens_q=cu, cu_seqlens_k=cu)
     flash_dmattn_varlen_func(*rows, built, None, cu, cu, 2, 2)
     for batches in (1, 2):
-        fewer = replace(built, spans=built.spans[:, :batches].contiguous())
+        fewer = replace(built, kv_indptr=built.kv_indptr[:, :batches].contiguous())
         with pytest.raises(ValueError, match=f"kv_indptr must be of 4 sequences, got {batches}"):
             flash_dmattn_varlen_func(*rows, fewer, None, cu, cu, 2, 2)
 

@@ -284,7 +284,7 @@ def test_rows_made_in_inference_mode_say_what_to_do():
 def test_lists_move_without_blocking():
     lists = KeyLists.build(KeyIntervalMask.causal(200, 200), 200)
     moved = lists.to("cpu", non_blocking=True)
-    assert torch.equal(moved.keys, lists.keys) and moved.seqlen_q == 200
+    assert torch.equal(moved.kv_indices, lists.kv_indices) and moved.seqlen_q == 200
 
 
 @pytest.mark.parametrize("bias_dims", [None, 0])

@@ -12,6 +12,11 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
+// Without that order, and without the fence that it takes: after mbarrier_init, or before the exit of a CTA whose shared
+// memory others have read.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 
 // Maps a shared-memory address of this CTA to the same address in CTA `rank` of the cluster.
 __device__ __forceinline__ uint32_t map_to_cta(uint32_t address, int rank) {
@@ -41,8 +46,11 @@ __device__ __forceinline__ float4 load_dsmem_float4(uint32_t dsmem_address) {
     return x;
 }
 
-__device__ __forceinline__ void add_to_dsmem(uint32_t dsmem_address, uint32_t x) {
-    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(dsmem_address), "r"(x) : "memory");
+// Stores asynchronously to a CTA of the cluster, whose mbarrier counts the bytes. Both addresses come from map_to_cta.
+__device__ __forceinline__ void store_dsmem_async(uint32_t dsmem_address, uint32_t x, uint32_t cluster_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(dsmem_address),
+                 "r"(x), "r"(cluster_barrier)
+                 : "memory");
 }
 
 // Stores 16 bytes to shared memory: to `here` in this CTA where is_here, else asynchronously to `there` in another CTA

@@ -36,6 +36,9 @@ struct DecodeArgs : KvCacheArgs {
     int query_tiles = 1;                       // tiles of kDecodeTileRows rows of Q in shared memory
     bool overlays = false;                     // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;              // eight neighbouring biases are aligned to 16 bytes
+    // One query row in one tile, no softcap and no relative bias; biases, if any, in 16 bits and in vectors. A kernel of
+    // its own, which is smaller: fetching instructions takes much of the time.
+    bool is_plain = false;
 };
 
 // batch_invariant: the warps that attend to a sequence, in all CTAs of its cluster: a function of its keys alone.

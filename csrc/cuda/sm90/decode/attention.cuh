@@ -20,7 +20,8 @@ struct DecodeNamedBarriers {
     };
 };
 
-template <typename T, int kHeadDim, int kWarps>
+// kPlain: DecodeArgs::is_plain.
+template <typename T, int kHeadDim, int kWarps, bool kPlain>
 class DecodeAttention {
     static constexpr int kThreads = kWarps * 32;
 
@@ -73,10 +74,8 @@ public:
         list_ = list;
         begin_ = list == nullptr ? first : own_split * share;
         end_ = begin_ + min(share, keys - first);
-        const bool is_plain =
-            row_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0;
         Output out{};
-        is_plain ? attend<true>(out) : attend<false>(out);
+        attend(out);
         merge(out);
     }
 
@@ -136,9 +135,6 @@ private:
         __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
     };
 
-    // kPlain: one query row in one tile, no softcap and no relative bias. Fetching instructions takes much of the
-    // time; the usual case has a loop of its own, without branches.
-    template <bool kPlain>
     __device__ __forceinline__ void attend(Output& out) {
         if (!kPlain) prepare_rows();
         cp_async_wait<0>();
@@ -159,20 +155,20 @@ private:
             float scores[4];
             if (attends) {
                 cp_async_wait<1>();
-                sync_group<kPlain>();
+                sync_group();
                 multiply_key(scores, query);
-                sync_group<kPlain>();
+                sync_group();
             }
-            if (copies) copy<kPlain>(key_tile(), found_.key_row);
+            if (copies) copy(key_tile(), found_.key_row);
             if (attends) {
-                finish_scores<kPlain>(scores, key, bias);
+                finish_scores(scores, key, bias);
                 out.exponentiate(scores);
                 cp_async_wait<1>();
-                sync_group<kPlain>();
+                sync_group();
                 multiply_value(out, scores);
-                sync_group<kPlain>();
+                sync_group();
             }
-            if (copies) copy<kPlain>(value_tile(), found_.value_row);
+            if (copies) copy(value_tile(), found_.value_row);
             key = found_.key;
             if (key >= 0) bias = load_bias(found_.bias);
             find(at);
@@ -189,7 +185,6 @@ private:
         return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + (col ^ row / 2 * 8);
     }
 
-    template <bool kPlain>
     __device__ void sync_group() const {
         if (kPlain || row_tiles_ == 1) return __syncwarp();
         static_assert(DecodeNamedBarriers::kGroupSync + kWarps / 2 <= 16);
@@ -200,7 +195,7 @@ private:
         if (p_.bias_cache.data == nullptr) return {};
         return {__ldcg(from), __ldcg(from + (has_float_bias() ? 1 : 0))};
     }
-    __device__ bool has_float_bias() const { return p_.bias_cache.dtype == DataType::kFloat32; }
+    __device__ bool has_float_bias() const { return !kPlain && p_.bias_cache.dtype == DataType::kFloat32; }
 
     // Finds the rows of the chunk at position `at`.
     __device__ void find(int at) {
@@ -218,7 +213,6 @@ private:
     }
 
     // Starts the copy of the found rows. The warps of a group share the work.
-    template <bool kPlain>
     __device__ void copy(Tile& to, const T* found) const {
         constexpr int kRowsPerStep = 32 / Tile::kSlabChunks, kSteps = kKeys / kRowsPerStep;
         const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
@@ -290,7 +284,6 @@ private:
     }
 
     // Scale, softcap, biases and causality. Lane i % 16 has key i and its bias.
-    template <bool kPlain>
     __device__ __forceinline__ void finish_scores(float (&scores)[4], int own_key, const KeyBiasBits& bias_bits) const {
         const float own_bias = own_key < 0 ? -kInfinity : key_bias_of<T>(p_.bias_cache, bias_bits);
 #pragma unroll
@@ -322,7 +315,7 @@ private:
 
     // Merges the groups' results into those of the first group of each split. All threads call.
     __device__ void merge(const Output& out) const {
-        sync_group<false>();
+        sync_group();
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = fragment_col() + e;

@@ -10,9 +10,9 @@ namespace flash_dmattn::cuda::sm90 {
 
 // out and lse of the sequence, of the results of all splits: each CTA combines some of the packed rows' columns. Each
 // split is read by a lane of its own: their number is a power of 2, at most 32.
-template <typename T, int kHeadDim, int kWarps>
+template <typename T, int kHeadDim, int kWarps, bool kPlain>
 __device__ void combine(const DecodeArgs& p, const KvCache& cache,
-                        const DecodeAttention<T, kHeadDim, kWarps>& attention, int rank) {
+                        const DecodeAttention<T, kHeadDim, kWarps, kPlain>& attention, int rank) {
     const DecodeSplits splits = attention.splits();
     const int split = lane_id() & (splits.count - 1), cta = div_by_power(split, splits.per_cta);
     constexpr int kVectors = kHeadDim / 4;
@@ -55,7 +55,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
     }
 }
 
-template <typename T, int kHeadDim, int kWarps>
+template <typename T, int kHeadDim, int kWarps, bool kPlain>
 __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHeadDim <= kDecodeManyWarpsHeadDim ? 2 : 1)
     decode_kernel(const __grid_constant__ DecodeArgs p) {
     extern __shared__ __align__(128) unsigned char raw_smem[];
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     const KvCache cache(p, batch, sequence_head - batch * static_cast<int>(p.kv_heads_divmod.value));
     if (cache.rows == 0 || cache.rows > p.max_rows) return;  // all threads of the cluster
 
-    using Attention = DecodeAttention<T, kHeadDim, kWarps>;
+    using Attention = DecodeAttention<T, kHeadDim, kWarps, kPlain>;
     const DecodeSmemLayout layout(p, kHeadDim);
     Attention attention(p, cache, smem, reinterpret_cast<typename Attention::QueryTile*>(raw_smem + layout.query),
                         raw_smem + layout.tiles);
@@ -77,8 +77,9 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     if (p.order_capacity > 0 && cache.keys > p.window_size) {
         int* selected = reinterpret_cast<int*>(raw_smem + layout.list);
         constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
-        DecodeSelector<kHalf, kWarps> selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
-                                               reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
+        DecodeSelector<kHalf, kWarps, kPlain> selector(p, cache, smem,
+                                                       reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
+                                                       reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
         keys = selector.run(selected, attention.splits());
         list = selected;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
@@ -87,7 +88,9 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     if (rank == 0) cache.append<T>(threadIdx.x, blockDim.x);
     cluster > 1 ? cluster_sync() : __syncthreads();
     combine(p, cache, attention, rank);
-    if (cluster > 1) cluster_sync();  // the others have read this CTA's shared memory
+    if (cluster == 1) return;
+    cluster_arrive_relaxed();
+    cluster_wait();  // the others have read this CTA's shared memory
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -9,9 +9,9 @@
 namespace flash_dmattn::cuda::sm90 {
 
 // Calls function(kernel, config) for a kernel of kWarps warps.
-template <typename T, int kHeadDim, int kWarps, typename Function>
+template <typename T, int kHeadDim, int kWarps, bool kPlain, typename Function>
 void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
-    auto* kernel = decode_kernel<T, kHeadDim, kWarps>;
+    auto* kernel = decode_kernel<T, kHeadDim, kWarps, kPlain>;
     allow_shared_memory(reinterpret_cast<const void*>(kernel), current_device().shared_memory);
     allow_largest_cluster(reinterpret_cast<const void*>(kernel));
     cudaLaunchAttribute cluster;
@@ -27,14 +27,20 @@ void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Fu
     function(kernel, config);
 }
 
+template <typename T, int kHeadDim, bool kPlain, typename Function>
+void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
+    if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
+        if (args.warps == kDecodeMaxWarps)
+            return with_decode_kernel_of<T, kHeadDim, kDecodeMaxWarps, kPlain>(args, stream, function);
+    }
+    with_decode_kernel_of<T, kHeadDim, kDecodeMinWarps, kPlain>(args, stream, function);
+}
+
 // The same for the kernel of the plan.
 template <typename T, int kHeadDim, typename Function>
 void with_decode_kernel(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
-    if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
-        if (args.warps == kDecodeMaxWarps)
-            return with_decode_kernel_of<T, kHeadDim, kDecodeMaxWarps>(args, stream, function);
-    }
-    with_decode_kernel_of<T, kHeadDim, kDecodeMinWarps>(args, stream, function);
+    args.is_plain ? with_decode_kernel_of<T, kHeadDim, true>(args, stream, function)
+                  : with_decode_kernel_of<T, kHeadDim, false>(args, stream, function);
 }
 
 template <typename T, int kHeadDim>

@@ -87,11 +87,11 @@ int active_clusters(const DecodeArgs& args, int head_dim, const DecodeKernel& ke
     const int bytes = DecodeSmemLayout(args, head_dim).total;
     if (bytes > current_device().shared_memory) return 0;
     static std::mutex mutex;
-    static std::map<std::tuple<int, DecodeKernel::Launcher, int, int, int>, int> known;
+    static std::map<std::tuple<int, DecodeKernel::Launcher, bool, int, int, int>, int> known;
     int device = 0;
     FLASH_CUDA_CHECK(cudaGetDevice(&device));
     const std::lock_guard<std::mutex> lock(mutex);
-    const std::tuple key(device, kernel.launch, args.warps, args.cluster, bytes);
+    const std::tuple key(device, kernel.launch, args.is_plain, args.warps, args.cluster, bytes);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     int clusters = 0;
@@ -145,6 +145,8 @@ DecodePlan plan_decode(const KvCacheParams& params, int64_t rows) {
     args.max_rows = static_cast<int>(std::min(rows, args.seqlen_q));
     args.query_tiles = decode_tiles(args.max_rows * (args.heads / args.kv_heads));
     args.has_vector_bias = args.bias_cache.present() && has_vector_bias(args);
+    args.is_plain = args.max_rows == 1 && args.query_tiles == 1 && args.softcap == 0 && !args.relative_bias.present() &&
+                    (!args.bias_cache.present() || (args.has_vector_bias && args.bias_cache.dtype == args.dtype));
     if (args.batch > 0 && args.total_q > 0 && !choose_grid(args, kernel->head_dim, kernel->value)) return {};
     return plan;
 }

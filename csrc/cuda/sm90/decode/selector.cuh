@@ -2,7 +2,7 @@
 // of a cluster. Each CTA has a contiguous share of the keys, each of its warps a contiguous segment of that.
 //
 // A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: masked). The w-th
-// largest is found digit by digit: histograms of the CTAs are summed through DSMEM. float32 has two more digits, which
+// largest is found digit by digit: every CTA sends its histogram to all CTAs. float32 has two more digits, which
 // only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
 // its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
 // splits (DecodeSplits) through DSMEM, wherever they are.
@@ -10,6 +10,7 @@
 
 #include "cuda/kvcache/cache.cuh"
 #include "cuda/arch/cluster.cuh"
+#include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/mask/bits.cuh"
 #include "shared_storage.cuh"
@@ -26,10 +27,11 @@ __device__ __forceinline__ uint32_t decode_order(typename FloatBits<kType>::Bits
     return order == 0 ? 0 : order + 0xffff;
 }
 
-// kHalf: the dtype of biases that are not float32.
-template <DataType kHalf, int kWarps>
+// kHalf: the dtype of biases that are not float32. kPlain: DecodeArgs::is_plain.
+template <DataType kHalf, int kWarps, bool kPlain>
 class DecodeSelector {
     static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
+    static constexpr int kHighestDigit = 3;  // of orders of 32 bits
     static_assert(kDecodeGroup == kGroup, "Group holds that many keys");
 
 public:
@@ -37,7 +39,7 @@ public:
                               uint32_t* histograms, int rank)
         : p_(p), cache_(cache), smem_(smem), orders_(orders), histograms_(histograms), cluster_(p.cluster),
           rank_(rank) {
-        is_float_ = p.bias_cache.dtype == DataType::kFloat32;
+        is_float_ = !kPlain && p.bias_cache.dtype == DataType::kFloat32;
         share_ = decode_share(cache.keys, cluster_);
         begin_ = min(rank * share_, cache.keys);
         keys_ = min(share_, cache.keys - begin_);
@@ -47,23 +49,23 @@ public:
     // Selects, and writes the keys of this CTA's splits to `list`. Returns the number of selected keys in all CTAs. All
     // threads of the cluster call.
     __device__ int run(int* list, const DecodeSplits& splits) {
-        for (int i = threadIdx.x; i < kDecodeDigits * kBins; i += kThreads) smem_.sums[i / kBins][i % kBins] = 0;
-        if (cluster_ > 1) cluster_arrive();  // the others may add to the sums
+        if (threadIdx.x < 2) mbarrier_init(histogram_ready(threadIdx.x), 1);
+        if (cluster_ > 1) cluster_arrive_relaxed();  // the others may send their histograms
         clear_copies();
-        is_float_ ? load<DataType::kFloat32>() : load<kHalf>();
+        is_float() ? load<DataType::kFloat32>() : load<kHalf>();
         if (cluster_ > 1) cluster_wait();
-        int wanted = static_cast<int>(p_.window_size), shift = 24;
+        int wanted = static_cast<int>(p_.window_size), shift = kHighestDigit * kDigit;
         threshold_ = 0;
 #pragma unroll 1
         while (true) {
-            sum_copies(shift / kDigit);
+            send_histogram(shift / kDigit);
             choose_digit(shift, wanted);
-            if (shift == 0 || (shift == 16 && (!is_float_ || threshold_ == 0))) break;
+            if (shift == 0 || (shift == 16 && (!is_float() || threshold_ == 0))) break;
             shift -= kDigit;
             clear_copies();
             count(shift);
         }
-        if (threshold_ != 0) divide_equal(wanted);
+        if (threshold_ != 0) divide_equal(shift / kDigit, wanted);
         compact();
         refuse_nan(found_nan_);
         cluster_barrier();
@@ -76,6 +78,8 @@ public:
     }
 
 private:
+    __device__ bool is_float() const { return !kPlain && is_float_; }
+
     template <DataType kType>
     __device__ uint32_t order_at(int at) const {
         using Bits = typename FloatBits<kType>::Bits;
@@ -87,8 +91,8 @@ private:
     __device__ void load() {
         using Bits = typename FloatBits<kType>::Bits;
         const int cached = max(min(keys_, cache_.cached_keys() - begin_), 0);
-        const int done = p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
-        if (p_.has_vector_bias) {
+        const int done = kPlain || p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
+        if (kPlain || p_.has_vector_bias) {
             load_vectors<kType>(done);
         } else if (p_.block_table == nullptr) {
             load_rows<kType, false>(done);
@@ -212,7 +216,7 @@ private:
     // Counts the digit at bit `shift`, at most 16, of the orders that match threshold_ above it.
     __device__ void count(int shift) {
         const uint32_t limit = threshold_ >> 16;
-        if (shift == 16) {
+        if (kPlain || shift == 16) {
             const uint32_t pair = limit | limit << 16, no_bin = lane_no_bin();
             for_each_group([&](int, const uint32_t (&words)[kScanGroup / 2]) {
 #pragma unroll
@@ -281,58 +285,64 @@ private:
             reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
         __syncthreads();
     }
-    // Adds this CTA's histogram to the sums of all CTAs, each in the memory of one CTA.
-    __device__ void sum_copies(int digit) const {
+    __device__ uint32_t histogram_ready(int digit) const { return smem_address(&smem_.histogram_ready[digit % 2]); }
+    // The histogram that a CTA has sent. No CTA is more than one digit ahead of another: the memory is reused for the
+    // digit after the next.
+    __device__ uint32_t* received_histogram(int digit, int cta) const {
+        return histograms_ + kBins * (kCopies + digit % 2 * cluster_ + cta);
+    }
+    __device__ void send_histogram(int digit) const {
         static_assert(kThreads >= kBins);
-        __syncthreads();
+        __syncthreads();  // all have counted
+        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(histogram_ready(digit), cluster_ * kBins * 4);
         const int bin = threadIdx.x;
         if (bin >= kBins) return;
         uint32_t sum = 0;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) sum += histograms_[bin * kCopies + (i + bin / 2) % kCopies];
-        smem_.counts[bin] = sum;
-        if (sum != 0) add_to_dsmem(address_of_sum(digit, bin), sum);
-    }
-    __device__ uint32_t address_of_sum(int digit, int bin) const {
-        return map_to_cta(smem_address(&smem_.sums[digit][bin]), bin & (cluster_ - 1));
+        const uint32_t to = smem_address(received_histogram(digit, rank_) + bin);
+#pragma unroll 4
+        for (int cta = 0; cta < cluster_; ++cta)
+            store_dsmem_async(map_to_cta(to, cta), sum, map_to_cta(histogram_ready(digit), cta));
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
     // with a larger one off `wanted`. Masked keys have digits 0.
     __device__ void choose_digit(int shift, int& wanted) {
-        cluster_barrier();
-        if (warp_id() == 0) {
-            constexpr int kBinsOfLane = kBins / 32;
-            const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
-            int bins[kBinsOfLane], of_lane = 0;
-#pragma unroll
-            for (int i = 0; i < kBinsOfLane; ++i)
-                bins[i] = static_cast<int>(load_dsmem(address_of_sum(shift / kDigit, first + i)));
-#pragma unroll
-            for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i];
-            const int upto = warp_inclusive_sum(of_lane);
-            const int selected = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
-            if (selected == lane_id()) {
-                int above = upto - of_lane, digit = first;
-#pragma unroll
-                for (int i = kBinsOfLane - 1; i > 0; --i) {
-                    if (digit == first && above + bins[i] >= wanted) digit = first + i;
-                    if (digit == first) above += bins[i];
-                }
-                smem_.digit = digit, smem_.above = above;
-            }
+        const int digit = shift / kDigit;
+        mbarrier_wait(histogram_ready(digit), (kHighestDigit - digit) / 2);
+        if (threadIdx.x < kBins) {
+            uint32_t sum = 0;
+#pragma unroll 4
+            for (int cta = 0; cta < cluster_; ++cta) sum += received_histogram(digit, cta)[threadIdx.x];
+            smem_.histogram[threadIdx.x] = sum;
         }
         __syncthreads();
-        threshold_ |= static_cast<uint32_t>(smem_.digit) << shift;
-        wanted -= smem_.above;
+        constexpr int kBinsOfLane = kBins / 32;
+        const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
+        int bins[kBinsOfLane], of_lane = 0;
+#pragma unroll
+        for (int i = 0; i < kBinsOfLane; ++i) bins[i] = static_cast<int>(smem_.histogram[first + i]);
+#pragma unroll
+        for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i];
+        const int upto = warp_inclusive_sum(of_lane);
+        int above = upto - of_lane, bin = first;
+#pragma unroll
+        for (int i = kBinsOfLane - 1; i > 0; --i) {
+            if (bin == first && above + bins[i] >= wanted) bin = first + i;
+            if (bin == first) above += bins[i];
+        }
+        const int lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+        threshold_ |= static_cast<uint32_t>(__shfl_sync(~0u, bin, lane)) << shift;
+        wanted -= __shfl_sync(~0u, above, lane);
     }
 
     // The last `wanted` of the sequence's keys that are equal to threshold_ are selected. Finds how many this CTA
-    // skips.
-    __device__ void divide_equal(int wanted) {
+    // skips. `digit`: the last one.
+    __device__ void divide_equal(int digit, int wanted) {
         int equal = 0;  // in CTA `lane`
         if (lane_id() < cluster_)
-            equal = static_cast<int>(load_dsmem(map_to_cta(smem_address(&smem_.counts[smem_.digit]), lane_id())));
+            equal = static_cast<int>(received_histogram(digit, lane_id())[threshold_ >> digit * kDigit & (kBins - 1)]);
         const int own = __shfl_sync(~0u, equal, rank_);
         const int later = __reduce_add_sync(~0u, lane_id() > rank_ ? equal : 0);
         const int selected = min(max(wanted - later, 0), own);
@@ -343,7 +353,7 @@ private:
     // Returns the bits of `matches`, whose high halves equal threshold_'s, of orders above threshold_ (is_above) or equal
     // to it.
     __device__ uint32_t refine(int at, uint32_t matches, bool is_above) const {
-        if (!is_float_) return is_above ? 0 : matches;
+        if (!is_float()) return is_above ? 0 : matches;
         uint32_t refined = 0;
 #pragma unroll 1
         for (uint32_t left = matches; left != 0; left &= left - 1) {
@@ -374,7 +384,7 @@ private:
         const uint32_t limit = threshold_ >> 16;
         // Orders of at least `lowest` are selected; with `divides` those equal to it are tested further.
         uint32_t lowest = max(limit, 1);
-        bool divides = is_float_ && limit != 0;
+        bool divides = is_float() && limit != 0;
         int skipped = skipped_;
         if (is_divided_) {
             const EqualKeys equal = count_equal();

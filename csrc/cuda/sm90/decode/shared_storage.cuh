@@ -9,14 +9,12 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kDecodeDigits = 4;  // of float32; 16-bit biases have two
 constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 
 struct alignas(128) DecodeSharedStorage {
-    uint32_t counts[kBins];               // this CTA's histogram of the current digit, read by the others
-    uint32_t sums[kDecodeDigits][kBins];  // of all CTAs' counts: bins i where i % cluster is this CTA's rank
-    uint32_t no_bin[32];                  // counts keys without a bin
-    int digit, above;
+    uint32_t histogram[kBins];               // of the current digit, in all CTAs
+    alignas(8) uint64_t histogram_ready[2];  // of even and of odd digits: the CTAs' histograms have arrived
+    uint32_t no_bin[32];                     // counts keys without a bin
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
@@ -29,8 +27,8 @@ struct alignas(128) DecodeSharedStorage {
 // output.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
 __host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
-constexpr int kDecodeCopiesBytes = kBins * kCopies * 4;  // of the selection's histograms, in the memory of the tiles
-static_assert(kDecodeMinWarps * 2 * decode_tile_bytes(32) >= kDecodeCopiesBytes);
+// The selection's histograms: kCopies of this CTA's, and one of each CTA for even and for odd digits.
+__host__ __device__ constexpr int decode_histogram_bytes(int cluster) { return kBins * (kCopies + 2 * cluster) * 4; }
 
 // Offsets in bytes.
 struct DecodeSmemLayout {
@@ -42,7 +40,7 @@ struct DecodeSmemLayout {
         orders = list + ceil_div(p.list_capacity, 32) * 128;
         histograms = orders + p.order_capacity * 2;
         tiles = p.overlays ? orders : histograms;
-        const int selecting = histograms + kDecodeCopiesBytes;
+        const int selecting = histograms + decode_histogram_bytes(p.cluster);
         const int attending = tiles + p.warps * 2 * decode_tile_bytes(head_dim);
         total = selecting > attending ? selecting : attending;
     }

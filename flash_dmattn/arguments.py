@@ -11,6 +11,7 @@ from torch import Tensor
 from . import ops
 
 INT64_MAX = 2**63 - 1
+INT32_MAX = 2**31 - 1
 INT32_ARGUMENTS = ("cu_seqlens", "cache_seqlens", "cache_batch_idx", "block_table", "indices")
 
 
@@ -89,6 +90,19 @@ def require_count(name: str, value: object, accepted: str = "an int", hint: str 
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}{hint}")
     return value
+
+
+def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tensor:
+    """int32 (batch) of an int for all sequences; a tensor as it is."""
+    if isinstance(cache_seqlens, Tensor):
+        return cache_seqlens
+    accepted = "a torch.Tensor or an int"
+    if as_tensor_hint("cache_seqlens", cache_seqlens):
+        require_tensor("cache_seqlens", cache_seqlens, accepted)
+    length = require_count("cache_seqlens", cache_seqlens, accepted)
+    if isinstance(length, int) and length > INT32_MAX:
+        raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def batch_slice(index: object, batches: int) -> object:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import checks, fallbacks, ops
-from .arguments import is_host_readable, require_tensor
+from .arguments import is_host_readable, lengths_of, require_tensor
 from .backends import cpu, cuda, meta, reference
 from .biases import cast_bias, is_masked
 from .broadcast import expand_shared, scores_of_sequence
@@ -30,6 +30,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     checks.check_options(call)
     autocast(call)
     mask = call.attn_mask = as_mask(call.attn_mask)
+    if call.cache_seqlens is not None and call.query.ndim > 0:
+        call.cache_seqlens = lengths_of(call.cache_seqlens, call.query.shape[0], call.query.device)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
     make_lengths_contiguous(call)

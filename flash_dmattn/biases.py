@@ -1,9 +1,11 @@
-"""The biases that mask a key. The compiled kernels have the same rule: csrc/cpu/scores.cpp."""
+"""Biases: which of them mask a key, by the rule of the compiled kernels (csrc/cpu/scores.cpp), and their layout."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from . import fallbacks
 
 
 def least(dtype: torch.dtype) -> float:
@@ -23,3 +25,11 @@ def cast_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
 def is_masked(bias: Tensor) -> Tensor:
     """bool: whether a bias is -inf or its dtype's most negative finite value. NaN does not mask; it propagates."""
     return bias <= least(bias.dtype)
+
+
+def key_contiguous(bias: Tensor) -> Tensor:
+    """The bias with contiguous keys: the kernels read it many times, then with vector loads."""
+    if bias.stride(-1) == 1:
+        return bias
+    fallbacks.report_bias_copy()
+    return bias.contiguous()

@@ -52,7 +52,7 @@ class Call:
     return_lse: bool = False
     window_size: int | None = None
     sparse: Sparse = "auto"
-    cache_seqlens: Tensor | None = None  # for fixed length
+    cache_seqlens: Tensor | int | None = None  # for fixed length
     relative_bias: Tensor | None = None
     grid: tuple[int, int] | None = None
     sinks: Tensor | None = None

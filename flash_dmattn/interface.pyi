@@ -44,8 +44,8 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -54,8 +54,8 @@ def flash_dmattn_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -63,7 +63,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -73,7 +73,7 @@ def flash_dmattn_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -84,8 +84,8 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -94,8 +94,8 @@ def flash_dmattn_qkvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -103,7 +103,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -113,7 +113,7 @@ def flash_dmattn_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -124,8 +124,8 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
@@ -134,8 +134,8 @@ def flash_dmattn_kvpacked_func(
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
     return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+    cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -143,7 +143,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -153,7 +153,7 @@ def flash_dmattn_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
     softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
     deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -293,8 +293,8 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
         return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-        cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-        sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+        cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+        grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> Tensor: ...
     @overload
     def __call__(
@@ -302,15 +302,15 @@ class FlashDmattnFunc(Protocol):
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ..., *,
         return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-        cache_seqlens: Tensor | None = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
-        sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
+        cache_seqlens: Tensor | int | None = ..., relative_bias: Tensor | None = ...,
+        grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., *, return_attn_probs: Literal[True], return_lse: bool = ...,
-        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
         relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -319,7 +319,7 @@ class FlashDmattnFunc(Protocol):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
         softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ..., softcap: float | None = ...,
         deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *, return_lse: bool = ...,
-        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | None = ...,
+        window_size: int | None = ..., sparse: Sparse = ..., cache_seqlens: Tensor | int | None = ...,
         relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
         scale: float | Tensor | None = ...,
     ) -> Tensor | tuple[Tensor, ...]: ...

@@ -9,9 +9,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
 from .arguments import (
-    as_tensor_hint,
+    lengths_of,
     require_bool,
-    require_count,
     require_device,
     require_float32_or,
     require_length,
@@ -22,8 +21,6 @@ from .attend import accumulated, autocast_is_on, is_half, kernels_for
 from .biases import cast_bias
 from .ops.conventions import accumulation_dtype, default_scale
 from .sinks import check_sinks
-
-INT32_MAX = 2**31 - 1
 
 
 def flash_dmattn_with_kvcache(
@@ -128,10 +125,8 @@ def flash_dmattn_with_kvcache(
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:
         max_seqlen_q = require_length("max_seqlen_q", max_seqlen_q)
-    if not isinstance(cache_seqlens, Tensor):
-        batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-        cache_seqlens = lengths_of(cache_seqlens, batch, query.device)
-    cache_seqlens = cache_seqlens.contiguous()
+    batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    cache_seqlens = lengths_of(cache_seqlens, batch, query.device).contiguous()
     cache_batch_idx, block_table, cu_seqlens_q = (
         x if x is None else x.contiguous() for x in (cache_batch_idx, block_table, cu_seqlens_q)
     )
@@ -196,13 +191,3 @@ def check_options(
     checks.check_softcap(softcap)
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
         require_bool(name, flag)
-
-
-def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tensor:
-    accepted = "a torch.Tensor or an int"
-    if as_tensor_hint("cache_seqlens", cache_seqlens):
-        require_tensor("cache_seqlens", cache_seqlens, accepted)
-    length = require_count("cache_seqlens", cache_seqlens, accepted)
-    if isinstance(length, int) and length > INT32_MAX:
-        raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
-    return torch.full((batch,), length, dtype=torch.int32, device=device)

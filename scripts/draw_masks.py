@@ -42,15 +42,13 @@ def masks() -> dict[str, tuple[KeyIntervalMask | KeyLists | torch.Tensor, bool]]
     documents = KeyIntervalMask.documents(ends, S)
     real = torch.ones(1, S, dtype=torch.bool)
     real[:, :200] = False  # padding on the left
-    position = torch.arange(S, dtype=torch.int32)
-    prefix = KeyIntervalMask(torch.where(position < 256, 0, position)[None, None], torch.full((1, 1, S), S).int())
     topk = KeyIntervalMask.topk(torch.randn(1, 1, 1, S), WINDOW)
     return {
         "causal": (KeyIntervalMask.causal(S, S), False),
         "sliding_window": (KeyIntervalMask.sliding_window(S, S, 200), False),
         "documents": (documents, True),
         "padding": (KeyIntervalMask.padding(real), True),
-        "prefix": (prefix, False),
+        "prefix": (KeyIntervalMask.prefix_lm(256, S, S), False),
         "intersection": (documents & KeyIntervalMask.sliding_window(S, S, 150), False),
         "bool": ((torch.rand(1, 1, 8, 8) < 0.4).repeat_interleave(S // 8, 2).repeat_interleave(S // 8, 3), False),
         "topk_tiles": (topk, True),

@@ -50,7 +50,7 @@ def hidden_by(hidden, bias, by):
 
 
 def in_float64(bias):
-    """The bias in float64, with -inf in place of the least finite number of its dtype, which hides as well."""
+    """The bias in float64, with -inf in place of the least finite number of its dtype, which masks as well."""
     return bias.double().masked_fill(bias <= torch.finfo(bias.dtype).min, -torch.inf)
 
 

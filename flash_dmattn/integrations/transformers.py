@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .. import fallbacks
 from ..arguments import (
     check_cu_seqlens,
     check_same_sequences,
@@ -34,7 +33,7 @@ from ..arguments import (
     require_integers,
     shape_of,
 )
-from ..biases import is_masked
+from ..biases import is_masked, key_contiguous
 from ..broadcast import is_one_of, shares_batch
 from ..checks import AnyMask
 from ..interface import flash_dmattn_func, flash_dmattn_varlen_func
@@ -396,7 +395,7 @@ def mask_arguments(
             bias = mask_bias if bias is None else masked_by_inf(bias) + masked_by_inf(mask_bias)
     if bias is not None:
         bias = bias if bias.shape[-1] == keys else bias[..., :keys]
-        bias = key_contiguous(bias if bias.dtype == query.dtype else masked_by_inf(bias)).to(query.dtype)
+        bias = shared_key_contiguous(bias if bias.dtype == query.dtype else masked_by_inf(bias)).to(query.dtype)
     return {"attn_mask": mask, "attn_bias": bias, "is_causal": bool(is_causal), "cache_seqlens": cache_seqlens}
 
 
@@ -409,21 +408,19 @@ def masked_by_inf(bias: Tensor) -> Tensor:
 _contiguous_copies = WeakTensorKeyDictionary()  # bias: (its version, its copy)
 
 
-def key_contiguous(bias: Tensor) -> Tensor:
-    """The bias with contiguous keys, as the kernels read it.
+def shared_key_contiguous(bias: Tensor) -> Tensor:
+    """`key_contiguous` of a bias that all layers receive.
 
-    T5's bias has the heads innermost, and all its layers receive the same tensor. In training the layers share one
-    copy: it is saved for the backward once, and its gradient is transposed once.
+    T5's bias has the heads innermost. In training its layers share one copy: it is saved for the backward once, and its
+    gradient is transposed once.
     """
-    if bias.stride(-1) == 1:
-        return bias
-    fallbacks.report_bias_copy()
+    is_trained = bias.requires_grad and torch.is_grad_enabled()
     # A cached copy of a leaf would keep the leaf, its key, alive.
-    if not (bias.requires_grad and torch.is_grad_enabled()) or bias.is_leaf or torch.compiler.is_compiling():
-        return bias.contiguous()
+    if bias.stride(-1) == 1 or not is_trained or bias.is_leaf or torch.compiler.is_compiling():
+        return key_contiguous(bias)
     version, copy = _contiguous_copies.get(bias, (None, None))
     if version != bias._version:
-        copy = bias.contiguous()
+        copy = key_contiguous(bias)
         _contiguous_copies[bias] = bias._version, copy
     return copy
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import fallbacks
 from ..arguments import (
     assert_later,
     is_host_readable,
@@ -24,6 +23,7 @@ from ..arguments import (
     shape_of,
 )
 from ..attend import autocast_is_on
+from ..biases import key_contiguous
 from ..checks import check_finite, compiled_check
 from ..interface import flash_dmattn_func
 
@@ -180,14 +180,6 @@ def bool_mask(mask_bias: Tensor) -> Tensor:
     else:
         assert_later(is_valid, BAD_MASK_BIAS)
     return visible
-
-
-def key_contiguous(bias: Tensor) -> Tensor:
-    """The bias with contiguous keys: the kernels read it N times, with vector loads if the keys are contiguous."""
-    if bias.stride(-1) == 1:
-        return bias
-    fallbacks.report_bias_copy()
-    return bias.contiguous()
 
 
 def require_shape(name: str, tensor: Tensor, layout: str, shape: tuple[int, ...]) -> None:

@@ -47,7 +47,7 @@ class KeyIntervalMask(Container, Mask):
         unstructured: whether the visible keys of a row lie far apart, so that hardly any tile of keys is fully masked,
             as in the masks of `topk`. Affects only the speed.
         rows: Sq, for fixed length, where the intervals fit only that number of rows, as those of `causal`,
-            `sliding_window`, `documents` and `topk`. Calls with another number of rows raise an error.
+            `sliding_window`, `prefix_lm`, `documents` and `topk`. Calls with another number of rows raise an error.
 
     Attributes:
         start, end, keys_per_row, unstructured, rows: as given.
@@ -103,7 +103,7 @@ class KeyIntervalMask(Container, Mask):
         if self.rows is not None and self.rows != seqlen_q:
             raise ValueError(
                 f"{name} was made for {self.rows} query rows, got {seqlen_q}: make it for {seqlen_q} rows, which are "
-                "aligned with the last keys (seqlen_q of causal, sliding_window and topk)"
+                "aligned with the last keys (seqlen_q of causal, sliding_window, prefix_lm and topk)"
             )
 
     # The protocol of a mask
@@ -342,6 +342,39 @@ class KeyIntervalMask(Container, Mask):
         start, end = window_around(position - more_keys[sequence], left, right)
         end = torch.where(sequence < len(cu_seqlens_k) - 1, end, 0)
         return cls(start[:, None], end[:, None], keys_per_row=left + right + 1)
+
+    @classmethod
+    def prefix_lm(
+        cls, prefix_lens: Tensor | int, seqlen_q: int, seqlen_k: int, device: torch.device | str | None = None
+    ) -> KeyIntervalMask:
+        """Every row sees the first keys, the prefix; the keys after it are causal, as in `causal`.
+
+        Args:
+            prefix_lens: integers (B): the number of keys in the prefix of each batch element, from 0 to Sk, which is
+                checked on the CPU; or an int for all of them.
+            seqlen_q, seqlen_k: Sq and Sk.
+            device: the device of the mask, by default that of prefix_lens.
+
+        Returns:
+            (B, 1, Sk); (1, 1, Sk) for an int.
+
+        Raises:
+            TypeError, ValueError: prefix_lens that are neither integers (B) nor an int, or are out of range; a length
+                that is not an int, is negative or is above 2^30.
+        """
+        if not isinstance(prefix_lens, Tensor):
+            prefix_lens = require_count("prefix_lens", prefix_lens, "a torch.Tensor or an int")
+            prefix_lens = torch.full((1,), prefix_lens, device=device)
+        require_integers("prefix_lens", prefix_lens)
+        if prefix_lens.ndim != 1:
+            raise ValueError(f"prefix_lens must be (B), got shape {shape_of(prefix_lens)}")
+        prefix_lens = prefix_lens.to(device=prefix_lens.device if device is None else device, dtype=torch.int64)
+        own = own_rows(seqlen_q, seqlen_k, prefix_lens.device)
+        if is_host_readable(prefix_lens) and ((prefix_lens < 0) | (prefix_lens > seqlen_k)).any():
+            raise ValueError(f"prefix_lens must be from 0 to seqlen_k {seqlen_k}, got {prefix_lens.tolist()}")
+        is_prefix = torch.arange(seqlen_k, device=prefix_lens.device) < prefix_lens[:, None, None]
+        start = own.clamp(min=0).masked_fill(is_prefix, 0)
+        return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
 
     @classmethod
     def documents(

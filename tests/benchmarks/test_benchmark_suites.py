@@ -378,7 +378,7 @@ def test_generate_batch(models, tmp_path):
 
 
 def test_dense_doge_serves_the_tokens_of_all_keys(models):
-    """With a window of all keys and zero biases the dynamic mask hides nothing, and adds the same to all scores."""
+    """With a window of all keys and zero biases the dynamic mask masks nothing, and adds the same to all scores."""
     from suites import batches
 
     requests = batches.WORKLOADS[0].shrunk(128)

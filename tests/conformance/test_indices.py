@@ -114,7 +114,7 @@ def garbage_cases():
 
 @pytest.mark.parametrize("tile_rows", [1, 64])
 @pytest.mark.parametrize("path, head_dim", garbage_cases())
-def test_hidden_keys_and_rows_without_keys_may_hold_garbage(path, head_dim, tile_rows):
+def test_masked_keys_and_rows_without_keys_may_hold_garbage(path, head_dim, tile_rows):
     query, key, value = tensors = path.inputs(1, 256, 300, 2, 2, head_dim)
     indices = rand_indices(1, 1, tiles(256, tile_rows), 20, keys=150, device=path.device)
     indices[:, :, 64 // tile_rows : 128 // tile_rows] = -1

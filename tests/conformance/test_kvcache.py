@@ -103,7 +103,7 @@ def test_dtypes_and_sizes(path, dtype, layout, sizes, window_size):
 @pytest.mark.parametrize("by", ["-inf", "least", "ties", "all hidden"])
 @pytest.mark.parametrize("batch", ["decoding", "chunks", "mixed"])
 @on_devices
-def test_hidden_keys_and_ties(path, layout, by, batch):
+def test_masked_keys_and_ties(path, layout, by, batch):
     sequences = sequences_on(path, BATCHES[batch])
     for sequence in sequences:
         if by == "ties":
@@ -121,7 +121,7 @@ def test_hidden_keys_and_ties(path, layout, by, batch):
 @pytest.mark.parametrize(
     "path, dtype", [case(path, dtype) for path in both("none") for dtype in (HALVES if path.on_cuda else DTYPES)]
 )
-def test_the_least_float32_bias_hides_beside_every_dtype(path, dtype, layout, batch):
+def test_the_least_float32_bias_masks_beside_every_dtype(path, dtype, layout, batch):
     sequences = sequences_on(path, BATCHES[batch], dtype=dtype, bias_dtype=torch.float32)
     for sequence in sequences:
         hidden = torch.rand(sequence.biases.shape, device=path.device) < 0.8

@@ -79,7 +79,7 @@ def test_tables_in_the_dtype_of_query(path, dtype):
 
 @pytest.mark.parametrize("path", [case(path) for path in both("none", "bool", "interval lists")])
 @pytest.mark.parametrize("by", [-torch.inf, torch.finfo(torch.float32).min])
-def test_hidden_distances(path, by):
+def test_masked_distances(path, by):
     """A window of keys, far from the diagonal for head 1, and a head that sees nothing."""
     rows, keys, radius = 700, 900, 400
     distance = relative.distances(radius, path.device)
@@ -95,7 +95,7 @@ def test_hidden_distances(path, by):
 
 
 @pytest.mark.parametrize("path", [case(path) for path in cpu("none")])
-def test_hidden_keys_may_hold_nan(path):
+def test_masked_keys_may_hold_nan(path):
     query, key, value = path.inputs(1, 300, 300, 2, 2, head_dim(path))
     key[:, 200:], value[:, 200:] = torch.nan, torch.nan
     bias = table(path, 1, 2, 2 * 500 + 1)
@@ -121,7 +121,7 @@ def test_entries_that_no_score_reads_may_be_anything(path, rows, keys, by):
 @pytest.mark.parametrize("grid", [None, (8, 32)], ids=str)
 @pytest.mark.parametrize("scale", [1e-3, 1 - 2**-25, 1.0, 3.0])
 def test_scales_and_the_least_number(path, scale, grid):
-    """Kernels may divide the entries by the scale: what hides must hide, and nothing else."""
+    """Kernels may divide the entries by the scale: what masks must mask, and nothing else."""
     bias = table(path, 1, 4, *((2 * 70 + 1,) if grid is None else (15, 63)))
     bias[:, :2, ..., ::3] = torch.finfo(torch.float32).min
     bias[:, 2:, ..., ::3] = -1e30

@@ -42,7 +42,7 @@ def generations(*args, **options):
 
 
 def hiding_bias(heads, rows, keys, dtype=torch.bfloat16):
-    """A dense bias that hides some rows and scores, with -inf and with the least finite number."""
+    """A dense bias that masks some rows and scores, with -inf and with the least finite number."""
     bias = randn(1, heads, rows, keys, dtype=dtype)
     bias[:, :, rows // 7] = torch.finfo(dtype).min
     bias[:, :, rows // 5, ::3] = bias[:, :, rows // 3, 1::2] = -torch.inf

@@ -65,7 +65,7 @@ def test_a_dense_bias_whose_gradient_exceeds_the_l2_cache(causal, mask_shape):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_that_their_bias_hides_may_hold_nan(head_dim):
+def test_keys_that_their_bias_masks_may_hold_nan(head_dim):
     tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim)]
     hidden = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
     hidden[1, :, :, 200:] = True

@@ -80,7 +80,7 @@ for lengths in ([0, 8, 4000], [0, -500000, 20], [0, 12, 8]):
 
 
 def test_a_key_that_mask_and_bias_hide_together_from_every_head_may_hold_nan():
-    """The bias hides it from one head, the mask from the other: no head of the group sees it."""
+    """The bias masks it from one head, the mask from the other: no head of the group sees it."""
     query, key, value = on_gpu(1, 200, 300, 2, 1, 64)
     mask = torch.ones(1, 2, 200, 300, dtype=torch.bool, device="cuda")
     bias = randn(1, 2, 1, 300)

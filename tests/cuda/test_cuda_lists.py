@@ -70,7 +70,7 @@ def test_a_key_mask_under_causality():
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_keys_hidden_by_their_bias(head_dim):
+def test_keys_masked_by_their_bias(head_dim):
     tensors = on_gpu(2, 300, 500, 4, 2, head_dim)
     for bias_shape in ((2, 4, 1, 500), (2, 2, 1, 500), (2, 4, 300, 500)):
         bias = randn(*bias_shape).masked_fill(rand_mask(*bias_shape, visible=0.3, device="cuda"), -torch.inf)
@@ -111,7 +111,7 @@ def test_deterministic_where_many_tiles_add_to_the_same_keys():
 
 @pytest.mark.parametrize("bias_rows", [1, 300])
 @pytest.mark.parametrize("head_dim", [40, 128, 192, 256])
-def test_nan_around_every_tensor_and_in_hidden_rows_and_keys(head_dim, bias_rows):
+def test_nan_around_every_tensor_and_in_masked_rows_and_keys(head_dim, bias_rows):
     query, key, value = on_gpu(2, 300, 500, 4, 2, head_dim)
     mask, bias, dout = bool_mask(2, 2, 300, 500), randn(2, 2, bias_rows, 500), randn(2, 300, 4, head_dim) / 8
     seen = mask.tril(200)
@@ -137,8 +137,8 @@ def mask_with_common_keys(kind, rows, keys):
 
 
 @pytest.mark.parametrize("kind", ["intervals", "bool", "rows alike"])
-def test_hidden_keys_in_lists_may_hold_nan(kind):
-    """Lists hold keys that their bias hides; NaN surrounds every tensor."""
+def test_masked_keys_in_lists_may_hold_nan(kind):
+    """Lists hold keys that their bias masks; NaN surrounds every tensor."""
     query, key, value = on_gpu(2, 200, 500, 4, 2, 64)
     mask, bias = mask_with_common_keys(kind, 200, 500), randn(2, 2, 1, 500)
     hidden = torch.rand(2, 2, 500, device="cuda") < 0.5

@@ -1,4 +1,4 @@
-"""Blocks that a relative bias hides are not visited: there keys, queries and gradients may be NaN."""
+"""Blocks that a relative bias masks are not visited: there keys, queries and gradients may be NaN."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def table(radius: int, *visible: tuple[int, int]) -> torch.Tensor:
 @ARCHITECTURES
 @pytest.mark.parametrize("rows", [1, 20, 128, 1500])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_that_the_bias_hides_are_not_read(head_dim, rows, architecture, causal, use):
+def test_keys_that_the_bias_masks_are_not_read(head_dim, rows, architecture, causal, use):
     use(architecture)
     query, key, value = on_gpu(2, rows, 4000, 4, 2, head_dim)
     bias = table(301, (-200, 200), (-301, -100), (-90, 0), (-280, -30))
@@ -37,7 +37,7 @@ def test_keys_that_the_bias_hides_are_not_read(head_dim, rows, architecture, cau
 @CAUSAL
 @pytest.mark.parametrize("architecture, deterministic", [("sm80", False), ("sm90", False), ("sm90", True)])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rows_that_the_bias_hides_are_not_read(head_dim, architecture, deterministic, causal, use):
+def test_rows_that_the_bias_masks_are_not_read(head_dim, architecture, deterministic, causal, use):
     use(architecture)
     tensors = [x.requires_grad_() for x in on_gpu(2, 4000, 3000, 4, 2, head_dim)]
     bias = table(301, (-200, 200), (-300, -100), (-90, 0), (-280, -30))

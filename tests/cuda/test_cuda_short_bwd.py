@@ -38,7 +38,7 @@ def test_relative_bias_of_distances(lengths, radius, head_dim, causal):
     check(on_gpu(300, *lengths, 4, 4, head_dim), relative_bias=bias, is_causal=causal)
 
 
-def test_relative_bias_that_hides():
+def test_relative_bias_that_masks():
     bias = torch.randn(1, 4, 61, device="cuda")
     bias[:, 0] = -torch.inf
     bias[:, 1, :20] = -torch.inf
@@ -60,7 +60,7 @@ def test_masks(shape, head_dim, causal):
 
 
 @pytest.mark.parametrize("grid", [None, (7, 7)])
-def test_hidden_rows_and_keys_may_be_nan(grid):
+def test_masked_rows_and_keys_may_be_nan(grid):
     """Rows that see no key, and keys that no row sees, also as the entries of a bias that no score reads."""
     query, key, value = tensors = [x.requires_grad_() for x in on_gpu(4, 49, 49, 4, 4, 32)]
     mask = mask_of(4, 1, 49, 49)

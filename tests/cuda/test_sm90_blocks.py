@@ -200,7 +200,7 @@ def test_gradients_of_lse_alone():
 @pytest.mark.parametrize("batch", [2, 20])
 @pytest.mark.parametrize("least", [-1e9, -1e10, -2e38])
 def test_rows_of_large_biases(least, batch, use):
-    """Rows of large negative biases are not hidden: the softmax is over the other parts of the scores."""
+    """Rows of large negative biases are not masked: the softmax is over the other parts of the scores."""
     bias = torch.full((1, 4, 200, 264), least, device="cuda", dtype=torch.bfloat16)
     bias[:, :, ::2, :100] = 0
     tensors = on_gpu(batch, 200, 264, 4, 4, 32)

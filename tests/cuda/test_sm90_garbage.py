@@ -1,4 +1,4 @@
-"""Hidden rows and keys may hold NaN: the sm90 kernels copy whole blocks, hidden parts included."""
+"""Masked rows and keys may hold NaN: the sm90 kernels copy whole blocks, masked parts included."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ def hiding(kind, rows, keys):
 
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("kind", KINDS)
-def test_hidden_rows_and_keys_may_hold_nan(kind, head_dim, poisoned_allocations):
+def test_masked_rows_and_keys_may_hold_nan(kind, head_dim, poisoned_allocations):
     rows, keys = (440, 264) if kind == "causal" else (300, 264)
     mask, bias, options, hidden_rows, hidden_keys = hiding(kind, rows, keys)
     query, key, value = on_gpu(2, rows, keys, 4, 2, head_dim)

@@ -69,7 +69,7 @@ def wide_biases(tensors, bias):
 
 
 def biases_of_two_levels(tensors, bias):
-    """With a mask the keys of larger bias are hidden."""
+    """With a mask the keys of larger bias are masked."""
     bias[..., ::2] += 100
 
 
@@ -163,7 +163,7 @@ def test_calls_that_the_pair_bias_kernels_do_not_take(what):
 
 @pytest.mark.parametrize("in_bias", [False, True])
 @pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_pair_bias_with_nan_in_hidden_rows_and_keys(bias_dtype, in_bias, poisoned_allocations):
+def test_pair_bias_with_nan_in_masked_rows_and_keys(bias_dtype, in_bias, poisoned_allocations):
     mask, bias = key_mask(20, 1, 264), hiding_bias(4, 200, 264, bias_dtype)
     tensors, dout = on_gpu(20, 200, 264, 4, 4, 32), torch.randn(20, 200, 4, 32, device="cuda").bfloat16() / 8
     mask[..., 40] = False
@@ -190,8 +190,8 @@ def test_pair_bias_of_padded_sequences():
     check(on_gpu(80, 200, 384, 2, 2, 32), torch.arange(384, device="cuda") < lengths, randn(1, 2, 200, 384))
 
 
-def test_pair_bias_multiplies_no_infinity_of_hidden_keys():
-    """Values of hidden keys that overflow float16 are not multiplied by zero probabilities."""
+def test_pair_bias_multiplies_no_infinity_of_masked_keys():
+    """Values of masked keys that overflow float16 are not multiplied by zero probabilities."""
     mask, bias = key_mask(20, 1, 136), randn(1, 4, 200, 136, dtype=torch.float16)
     mask[..., 40] = False
     tensors = on_gpu(20, 200, 136, 4, 4, 32, dtype=torch.float16)

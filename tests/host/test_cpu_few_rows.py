@@ -44,8 +44,8 @@ def test_nan_of_a_listed_key_reaches_only_the_rows_that_see_it():
     torch.testing.assert_close(out, clean)
 
 
-def test_hidden_runs_of_keys_may_hold_nan():
-    """Whole runs of keys are hidden from some heads or from all; hidden keys hold NaN."""
+def test_masked_runs_of_keys_may_hold_nan():
+    """Whole runs of keys are masked from some heads or from all; masked keys hold NaN."""
     query, key, value = inputs(1, 4, 1500, 4, 2, 16)
     mask = torch.ones(1, 4, 4, 1500, dtype=torch.bool)
     mask[:, :, :, 200:900] = False

@@ -73,7 +73,7 @@ def test_opcheck():
             ops.topk_mask(bias.T, candidates, 3)
 
 
-def test_what_a_bias_hides_is_not_chosen():
+def test_what_a_bias_masks_is_not_chosen():
     for dtype in (torch.float32, torch.bfloat16):
         bias = torch.tensor([[[[-torch.inf, torch.finfo(dtype).min, -3e38, 1.0]]]], dtype=dtype)
         assert create_mask(bias, None, 1, 1, 4, 4, -torch.inf).tolist() == [[[[False, False, True, True]]]]

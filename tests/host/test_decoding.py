@@ -262,6 +262,17 @@ def test_one_graph_serves_growing_lengths(seqlen_q):
 
 
 @on_devices
+def test_an_int_is_the_length_of_all_caches(device):
+    (query, key, value), bias = problem(device)
+    lengths = torch.full((2,), 77, dtype=torch.int32, device=device)
+    for options in ({"window_size": 20, "is_causal": True}, {}):
+        one, each = (
+            flash_dmattn_func(query, key, value, None, bias, cache_seqlens=given, **options) for given in (77, lengths)
+        )
+        assert torch.equal(one, each)
+
+
+@on_devices
 def test_cache_errors(device):
     (query, key, value), bias = problem(device)
     filled = torch.tensor([5, 300], dtype=torch.int32, device=device)
@@ -269,8 +280,10 @@ def test_cache_errors(device):
     def call(cache_seqlens, function=flash_dmattn_func, **options):
         return function(query, key, value, None, bias, is_causal=True, cache_seqlens=cache_seqlens, **options)
 
-    with pytest.raises(TypeError, match=r"cache_seqlens must be a torch.Tensor, got list: pass torch.as_tensor\(cache"):
+    with pytest.raises(TypeError, match=r"cache_seqlens must be a torch.Tensor or an int, got list: pass torch.as_ten"):
         call([5, 300])
+    with pytest.raises(ValueError, match="cache_seqlens must not be negative, got -1"):
+        call(-1)
     with pytest.raises(TypeError, match="cache_seqlens must be int32, got int64"):
         call(filled.long())
     with pytest.raises(ValueError, match=r"cache_seqlens must have 1 dimensions \(B\), got shape \(1, 2\)"):

@@ -86,6 +86,19 @@ def test_causal_and_sliding_window(seqlen_q, seqlen_k):
         assert torch.equal(ours.to_dense(), expected.to_dense())
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 5), (3, 7), (7, 3), (1, 4), (0, 3), (3, 0)])
+def test_prefix_lm(seqlen_q, seqlen_k):
+    own, keys = arange_mask(seqlen_q, seqlen_k)
+    lengths = torch.tensor([0, seqlen_k, min(2, seqlen_k)])
+    mask = KeyIntervalMask.prefix_lm(lengths, seqlen_q, seqlen_k)
+    expected = (keys < lengths[:, None, None]) | (keys <= own)
+    assert torch.equal(mask.to_dense()[:, 0], expected) and mask.rows == seqlen_q
+    assert torch.equal(KeyIntervalMask.prefix_lm(lengths[2].item(), seqlen_q, seqlen_k).to_dense()[0, 0], expected[2])
+    assert KeyIntervalMask.prefix_lm(lengths.int(), seqlen_q, seqlen_k, device="meta").device.type == "meta"
+    compiled = torch.compile(KeyIntervalMask.prefix_lm, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(lengths, seqlen_q, seqlen_k).to_dense(), mask.to_dense())
+
+
 @pytest.mark.parametrize("window", [0, 1, 3, 99, (2, 1), (None, 0), (0, None), (None, None)])
 def test_sliding_window_varlen(window):
     """Sequences with more keys than rows, fewer, none, and keys after the last sequence."""
@@ -281,6 +294,26 @@ ERRORS = {
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, -1)),
         ValueError,
         r"window_size\[1\] must not be negative, got -1: pass None for no limit",
+    ),
+    "prefix of floats": (
+        lambda: KeyIntervalMask.prefix_lm(torch.ones(2), 3, 4),
+        TypeError,
+        "prefix_lens must be integers, got float32",
+    ),
+    "prefix of two dimensions": (
+        lambda: KeyIntervalMask.prefix_lm(torch.ones(2, 1).int(), 3, 4),
+        ValueError,
+        r"prefix_lens must be \(B\), got shape \(2, 1\)",
+    ),
+    "prefix beyond the keys": (
+        lambda: KeyIntervalMask.prefix_lm(5, 3, 4),
+        ValueError,
+        r"prefix_lens must be from 0 to seqlen_k 4, got \[5\]",
+    ),
+    "prefix of another type": (
+        lambda: KeyIntervalMask.prefix_lm([1], 3, 4),
+        TypeError,
+        "prefix_lens must be a torch.Tensor or an int, got list",
     ),
     "documents of nothing": (
         lambda: KeyIntervalMask.documents(),

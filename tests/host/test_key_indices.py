@@ -414,7 +414,7 @@ def test_errors(case):
         function()
 
 
-def test_indices_that_causality_hides_are_no_error():
+def test_indices_that_causality_masks_are_no_error():
     """torch.topk returns such indices where fewer than k keys are visible."""
     scores = torch.randn(1, 1, 100, 100).masked_fill_(~torch.ones(100, 100, dtype=torch.bool).tril(), -torch.inf)
     indices = scores.topk(10, dim=-1).indices.int()

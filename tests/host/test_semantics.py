@@ -30,7 +30,7 @@ def test_an_additive_mask_of_a_batch_that_is_padded_on_the_left(dtype, function)
         check(tensors, None, additive)
 
 
-def test_a_bias_hides_by_its_own_dtype():
+def test_a_bias_masks_by_its_own_dtype():
     """A float32 bias with bfloat16 inputs: float32 has numbers below the least of bfloat16."""
     tensors = inputs(1, 20, 30, 2, 2, 8, torch.bfloat16)
     for visible, least in ((True, torch.bfloat16), (False, torch.float32)):
@@ -39,7 +39,7 @@ def test_a_bias_hides_by_its_own_dtype():
         assert ((lse > -torch.inf) == visible).all()
 
 
-def test_nan_in_the_bias_hides_nothing():
+def test_nan_in_the_bias_masks_nothing():
     bias = torch.zeros(1, 1, 20, 30)
     bias[..., 7, 3] = NAN
     for function in (flash_dmattn_func, reference):
@@ -84,7 +84,7 @@ def test_a_row_of_nan_is_nan():
 
 @pytest.mark.parametrize("bias_shape", [(1, 1, 20, 1), (2, 2, 20, 1), (1, 4, 1, 1)], ids=str)
 @pytest.mark.parametrize("by", ["-inf", "least"])
-def test_nan_in_a_row_that_its_bias_hides(bias_shape, by):
+def test_nan_in_a_row_that_its_bias_masks(bias_shape, by):
     query, key, value = inputs(2, 20, 30, 4, 2, 8)
     hidden = torch.zeros(bias_shape, dtype=torch.bool)
     hidden[0, 0, 0] = True
@@ -96,7 +96,7 @@ def test_nan_in_a_row_that_its_bias_hides(bias_shape, by):
 
 @pytest.mark.parametrize("bias_shape", [(2, 1, 1, 1), (2, 4, 1, 1), (2, 2, 20, 1)], ids=str)
 @pytest.mark.parametrize("by", ["-inf", "least"])
-def test_nan_in_keys_of_which_the_bias_hides_every_row(bias_shape, by):
+def test_nan_in_keys_of_which_the_bias_masks_every_row(bias_shape, by):
     """A batch element that is padding, as a whole or with one of its key/value heads."""
     query, key, value = inputs(2, 20, 30, 4, 2, 8)
     heads = slice(None) if bias_shape[1] == 1 else slice(0, bias_shape[1] // 2)

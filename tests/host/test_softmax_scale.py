@@ -55,7 +55,7 @@ def test_a_tensor_equals_the_number():
 
 
 @pytest.mark.parametrize("shape", [(), (HEADS,)], ids=["number", "per head"])
-def test_hidden_rows_may_hold_nan(shape):
+def test_masked_rows_may_hold_nan(shape):
     query, key, value = inputs(1, 6, 9, HEADS, 2, 16, dtype=torch.float64)
     mask = torch.ones(1, 1, 6, 9, dtype=torch.bool)
     mask[:, :, 2] = False

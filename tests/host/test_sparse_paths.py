@@ -66,7 +66,7 @@ def test_garbage_that_no_row_sees_reaches_nothing(bias_rows, garbage, kind, spar
     bias = torch.randn(1, 2, bias_rows, 300)
     dense = (mask.to_dense() if kind == "intervals" else mask).expand(1, 1, 300, 300).clone()
     blind = torch.zeros(300, dtype=torch.bool)
-    blind[40:50] = True  # rows that would see garbage are themselves hidden: their outputs are not compared
+    blind[40:50] = True  # rows that would see garbage are themselves masked: their outputs are not compared
     dirty_keys = torch.zeros(300, dtype=torch.bool)
     dirty_keys[::17] = True
     seeing = (dense[0, 0] & dirty_keys).any(dim=1) | blind
@@ -221,7 +221,7 @@ def test_other_backends_take_the_dense_form(backend):
 
 @pytest.mark.parametrize("hiding", ["-inf", "least"])
 @pytest.mark.parametrize("rows", [1, 130], ids=["key", "dense"])
-def test_a_bias_that_hides_in_other_backends(rows, hiding):
+def test_a_bias_that_masks_in_other_backends(rows, hiding):
     tensors = inputs(1, 130, 130, 2, 1, 16)
     hidden = rand_mask(1, 1, rows, 130)
     hidden[:, :, 5:7] |= rows > 1

@@ -79,7 +79,7 @@ def test_topk_of_a_constant_is_a_sliding_window():
         assert torch.equal(mask.to_dense(), KeyIntervalMask.sliding_window(keys, keys, window).to_dense())
 
 
-def test_a_key_that_dropped_out_does_not_return_and_one_that_its_bias_hides_is_never_seen():
+def test_a_key_that_dropped_out_does_not_return_and_one_that_its_bias_masks_is_never_seen():
     bias = torch.tensor([[[3.0, 1.0, -torch.inf, 2.0, 2.0, 0.0]]])
     mask = KeyIntervalMask.topk(bias, 2)
     rows = ["100000", "110000", "110000", "100100", "100010", "100010"]

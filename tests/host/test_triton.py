@@ -146,8 +146,8 @@ def test_gradient_of_empty_rows_may_be_nan():
 @pytest.mark.parametrize("by", ["-inf", "least"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, LONG])
-def test_a_bias_that_hides(rows, dtype, by):
-    """A score that the bias hides equals a masked score."""
+def test_a_bias_that_masks(rows, dtype, by):
+    """A score that the bias masks equals a masked score."""
     tensors = inputs(dtype=dtype)
     shown, hidden = randn(1, 1, rows, LONGER, dtype=dtype), rand_mask(1, 1, rows, LONGER)
     hidden[..., 5:6, :] |= rows > 1
@@ -160,7 +160,7 @@ def test_a_bias_that_hides(rows, dtype, by):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, masked))
 
 
-def test_a_bias_hides_by_its_own_dtype():
+def test_a_bias_masks_by_its_own_dtype():
     for visible, least in ((True, torch.bfloat16), (False, torch.float32)):
         bias = torch.full((1, 1, 1, LONGER), torch.finfo(least).min, device=DEVICE)
         _, lse = attention(*inputs(dtype=torch.bfloat16), None, bias, return_lse=True)
@@ -169,7 +169,7 @@ def test_a_bias_hides_by_its_own_dtype():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_very_negative_bias(dtype):
-    """Half the least finite number hides nothing and does not overflow."""
+    """Half the least finite number masks nothing and does not overflow."""
     bias = randn(1, 1, 20, 30, dtype=dtype)
     bias[..., ::2] = torch.finfo(dtype).min / 2
     check(inputs(seqlen_q=20, seqlen_k=30, dtype=dtype), bias=bias)
@@ -215,13 +215,13 @@ def test_sums_over_many_rows():
 
 
 @pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])
-def test_hidden_keys_may_hold_nan(hidden_by):
+def test_masked_keys_may_hold_nan(hidden_by):
     seqlen_q = LONGER if hidden_by == "causal" else LONG
     query, key, value = inputs(seqlen_q=seqlen_q)
     seen = torch.arange(LONGER, device=DEVICE) < LONG - 3
     mask = bias = None
     if hidden_by == "causal":
-        mask = seen[None, None, :, None]  # hides the rows that would see NaN keys
+        mask = seen[None, None, :, None]  # masks the rows that would see NaN keys
     elif hidden_by.endswith("mask"):
         mask = seen.expand(1, 1, 1 if hidden_by == "key mask" else LONG, LONGER)
     else:

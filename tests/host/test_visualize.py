@@ -62,7 +62,7 @@ def test_densities(name, is_causal, cells):
         if lists is None:
             for keys in range(0, KEYS, 128):
                 computed[rows, keys : keys + 128] = seen[keys : keys + 128].any()
-        else:  # lists that were built without causality hold what it hides
+        else:  # lists that were built without causality hold what it masks
             computed[rows] = dense(mask, lists.is_causal)[rows].any(dim=0)
     if name == "indices of tiles":  # a tile's indices are listed as a whole, if some row of the tile sees them
         assert (found.computed.double() >= means(computed, found.cell) - 1e-6).all()

@@ -167,7 +167,7 @@ def test_layers_share_the_copy_of_a_position_bias():
     torch.testing.assert_close(call(shared), call(None))  # the copy is not stale
 
 
-def test_an_additive_mask_in_another_dtype_hides():
+def test_an_additive_mask_in_another_dtype_masks():
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11)
     hidden = ~rand_mask(2, 1, 9, 11)
     hidden[0, 0, 0] = True

@@ -104,7 +104,7 @@ def test_a_padding_mask_of_another_batch_is_refused():
 
 
 def test_a_causal_mask_for_other_keys_is_refused():
-    """A layer that appends keys of its own: aligned to the bottom right corner, causality would hide others."""
+    """A layer that appends keys of its own: aligned to the bottom right corner, causality would mask others."""
     model = switched(build("llama"))
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=12)
     model.model.layers[0].self_attn.register_forward_pre_hook(

@@ -33,7 +33,7 @@ def test_empty_batches_and_shards(two, options):
 @on_two
 @pytest.mark.parametrize("lengths", [(1, 3), (3, 1)])
 @pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 2)])
-def test_a_shard_of_one_row_whose_bias_hides_it(ranks, lengths, heads, kv_heads):
+def test_a_shard_of_one_row_whose_bias_masks_it(ranks, lengths, heads, kv_heads):
     """Its key is seen by the rows of the other rank."""
     for bias_heads in (1, heads):
         case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, bias_heads, "S", 1), hidden=0.6)
@@ -41,7 +41,7 @@ def test_a_shard_of_one_row_whose_bias_hides_it(ranks, lengths, heads, kv_heads)
 
 
 def hidden_batch_element():
-    """Whether gradients are finite where a bias per row hides a batch element that holds NaN."""
+    """Whether gradients are finite where a bias per row masks a batch element that holds NaN."""
     rows = [torch.randn(2, 4, 2, 8) for _ in range(3)]
     for x in rows:
         x[1] = torch.nan
@@ -53,7 +53,7 @@ def hidden_batch_element():
     return all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
 
 
-def test_a_batch_element_that_a_row_bias_hides_may_hold_nan(two):
+def test_a_batch_element_that_a_row_bias_masks_may_hold_nan(two):
     assert two.results(hidden_batch_element) == [True, True]
 
 

@@ -43,7 +43,7 @@ def test_no_more_keys_are_fetched_than_rows_see(ranks):
 
 
 def check_topk_keys(device):
-    """topk_keys returns, sorted, the keys that the last row sees, and hidden keys only where there are no others."""
+    """topk_keys returns, sorted, the keys that the last row sees, and masked keys only where there are no others."""
     from flash_dmattn.parallel.topk import topk_keys
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Rows that see nothing, scores that the bias hides, and memory full of NaN where nothing is visible."""
+"""Rows that see nothing, scores that the bias masks, and memory full of NaN where nothing is visible."""
 
 import pytest
 import torch
@@ -82,8 +82,8 @@ HIDING_CASES = [
 @HIDING
 @pytest.mark.parametrize("path, dtype", HIDING_CASES)
 @pytest.mark.parametrize("heads, rows", [((2, 4), 1), ((1, 2), 1), ((2, 2), 150), ((1, 1), 150)], ids=str)
-def test_a_bias_that_hides_is_a_mask(path, heads, rows, by, dtype):
-    """-inf and the least finite number of the bias's dtype hide exactly as a mask does, in empty rows and heads too."""
+def test_a_bias_that_masks_is_a_mask(path, heads, rows, by, dtype):
+    """-inf and the least finite number of the bias's dtype mask exactly as a mask does, in empty rows and heads too."""
     query_rows, keys = (50, 70) if path.on_cpu and path.mask == "none" else (150, 200)
     head_dim = 64 if path.on_cuda else 8
     tensors = path.inputs(2, query_rows, keys, 4, 2, head_dim, dtype=dtype)
@@ -154,7 +154,7 @@ def test_memory_around_tensors_and_new_memory_may_be_nan(path, head_dim, dtype, 
 
 
 def padded(path, lengths, seqlen):
-    """(mask, rows that see nothing): of this kind, keys beyond the lengths hidden from all rows."""
+    """(mask, rows that see nothing): of this kind, keys beyond the lengths masked from all rows."""
     real = torch.arange(seqlen, device=path.device) < lengths
     if path.mask == "intervals":
         end = torch.where(real, lengths, 0).int()[:, None]

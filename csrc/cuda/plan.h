@@ -24,6 +24,11 @@ inline bool orders_batch_first(const AttentionParams& p) {
     return p.bias.kind == BiasKind::kDense && p.bias.batches == 1 && p.batch <= kMaxBatch;
 }
 
+// Whether the softmax may run on unscaled scores, Q K^T: nothing is added to them, and scaling keeps their order.
+inline bool can_leave_scores_unscaled(const AttentionParams& p) {
+    return !p.bias.present() && !p.relative_bias.present() && p.softcap == 0 && p.softmax_scale > 0;
+}
+
 // About the number of keys of a list, which only the device knows; without lists, of a sequence.
 inline int64_t estimated_list_length(const AttentionParams& p) {
     return p.lists.estimated_length > 0 ? std::min(p.lists.estimated_length, p.seqlen_k) : p.seqlen_k;

@@ -10,12 +10,9 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-inline BiasKind bias_kind(const FwdArgs& p) { return p.bias.present() ? p.bias.kind : BiasKind::kNone; }
-
 template <typename Kernel>
 void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
     constexpr int kSharedBytes = sizeof(typename Kernel::SharedStorage);
-    const BiasKind bias = bias_kind(p);
     FwdKernelParams params;
     FwdTileScheduler& scheduler = params.scheduler;
     const int qheads_per_tile = scheduler.qheads_per_tile = static_cast<int>(choice.qheads_per_tile);
@@ -23,9 +20,9 @@ void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stre
     scheduler.heads = static_cast<int>(p.heads / qheads_per_tile);
     scheduler.batch = static_cast<int>(p.batch);
     scheduler.batch_first = orders_batch_first(p);
-    params.is_unscaled = bias == BiasKind::kNone && !p.relative_bias.present() && p.softcap == 0 && p.softmax_scale > 0;
+    params.unscaled_scores = can_leave_scores_unscaled(p);
     params.scale = static_cast<float>(p.softmax_scale);
-    params.to_log2 = params.is_unscaled ? params.scale * kLog2E : kLog2E;
+    params.to_log2 = params.unscaled_scores ? params.scale * kLog2E : kLog2E;
     params.softcap = static_cast<float>(p.softcap);
     const auto aligned = [](int64_t stride) { return stride % 8 == 0; };
     params.bias_aligned = p.bias.col_stride == 1 && reinterpret_cast<intptr_t>(p.bias.data) % 16 == 0 &&
@@ -38,7 +35,7 @@ void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stre
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
-    dispatch_bias(bias_kind(p), [&](auto bias) {
+    dispatch_bias(p.bias.kind, [&](auto bias) {
         using Prefill = FwdKernel<T, decltype(bias)::value, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill>>;
         // Devices with less shared memory use smaller tiles.
         fits_shared_memory<typename Prefill::SharedStorage>() ? launch_fwd<Prefill>(p, choice, stream)

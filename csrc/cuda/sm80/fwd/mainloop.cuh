@@ -19,8 +19,8 @@ namespace flash_dmattn::cuda::sm80 {
 struct FwdKernelParams {
     FwdTileScheduler scheduler;
     float scale;
-    float to_log2;     // converts scores to exponents of 2
-    bool is_unscaled;  // scores stay unscaled: nothing is added to them and scaling keeps their order
+    float to_log2;         // scores times this are exponents of 2
+    bool unscaled_scores;  // the softmax runs on unscaled Q K^T
     float softcap;
     bool bias_aligned;  // dense bias: keys are contiguous and every row is 16-byte aligned
 };
@@ -120,7 +120,7 @@ protected:
     // Scales and caps scores, before a bias is added. Returns the factor that scale_and_add_bias still has to apply.
     __device__ __forceinline__ float scale_scores(float (&scores)[kMFragments][kNFragments][4]) const {
         float scale = params_.scale;
-        if (kBias == BiasKind::kNone ? !params_.is_unscaled : params_.softcap > 0) {
+        if (kBias == BiasKind::kNone ? !params_.unscaled_scores : params_.softcap > 0) {
             scale_and_cap(scores, scale, params_.softcap);
             scale = 1;
         }
@@ -293,7 +293,7 @@ private:
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 float lse;
-                const float inverse = softmax_.finish(2 * m + h, params_.is_unscaled ? params_.scale : 1.f, lse);
+                const float inverse = softmax_.finish(2 * m + h, params_.unscaled_scores ? params_.scale : 1.f, lse);
                 store(warp_row_ + m * 16 + h * 8 + fragment_row(), m, h, inverse, lse);
             }
     }

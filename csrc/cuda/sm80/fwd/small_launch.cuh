@@ -7,7 +7,7 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim>
 void run_fwd_small(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
-    dispatch_bias(bias_kind(p), [&](auto bias) {
+    dispatch_bias(p.bias.kind, [&](auto bias) {
         constexpr BiasKind kBias = decltype(bias)::value;
         using Small = FwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kSmall>>;
         using Decode = FwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;

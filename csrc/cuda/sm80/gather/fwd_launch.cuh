@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda::sm80 {
 
 template <typename T, int kHeadDim>
 void run_gather_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stream) {
-    dispatch_bias(bias_kind(p), [&](auto bias) {
+    dispatch_bias(p.bias.kind, [&](auto bias) {
         constexpr BiasKind kBias = decltype(bias)::value;
         using Prefill = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kPrefill, true>>;
         using Decode = GatherFwdKernel<T, kBias, FwdKernelTraits<kHeadDim, FwdTileKind::kDecode>>;

@@ -77,7 +77,7 @@ private:
         softmax_ = FwdSoftmax<T>(row_end_);
         if constexpr (is_relative(kBias))
             relative_bias_lane_ = RelativeBiasLane(p_.relative_bias, work_tile().first_row, tile_row(), 0);
-        has_raw_scores_ = params_.softmax.raw_scores;
+        has_unscaled_scores_ = params_.softmax.unscaled_scores;
 
         Scores scores;
         Probs probs;
@@ -251,17 +251,17 @@ private:
 
     __device__ __forceinline__ void apply_mask_and_bias(Scores& scores) {
         float scale = params_.softmax.scale;
-        if (kBias == BiasKind::kNone ? !params_.softmax.raw_scores
+        if (kBias == BiasKind::kNone ? !params_.softmax.unscaled_scores
                                      : !is_relative(kBias) && params_.softmax.softcap > 0) {
             scale_and_cap(scores, scale, params_.softmax.softcap);
             scale = 1;
         }
         if constexpr (kBias == BiasKind::kKey) {
-            if (has_raw_scores_ && adds_key_bias_) {
-                has_raw_scores_ = false;
+            if (has_unscaled_scores_ && adds_key_bias_) {
+                has_unscaled_scores_ = false;
                 softmax_.scale_base(scale);
             }
-            if (!has_raw_scores_) scale_and_add_bias(scores, scale, metadata().key_bias.added());
+            if (!has_unscaled_scores_) scale_and_add_bias(scores, scale, metadata().key_bias.added());
         }
         if constexpr (kBias == BiasKind::kDense) add_dense_bias(scores, scale);
         if constexpr (Traits::kGathers) {
@@ -352,7 +352,7 @@ private:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float lse;
-            const float inverse = softmax_.finish(h, has_raw_scores() ? params_.softmax.scale : 1.f, lse);
+            const float inverse = softmax_.finish(h, has_unscaled_scores() ? params_.softmax.scale : 1.f, lse);
             const bool exists = row(h) < s.rows;
             if (is_row_leader() && exists) lse_of_row[row(h)] = lse;
             store_row(out_, h, inverse, out + row(h) * p_.out.row_stride, static_cast<int>(p_.head_dim), exists);
@@ -361,10 +361,10 @@ private:
 
     // Scores of the softmax times this are exponents of 2.
     __device__ float to_log2() const {
-        return kBias != BiasKind::kKey || has_raw_scores_ ? params_.softmax.to_log2 : kLog2E;
+        return kBias != BiasKind::kKey || has_unscaled_scores_ ? params_.softmax.to_log2 : kLog2E;
     }
-    __device__ bool has_raw_scores() const {
-        return kBias == BiasKind::kKey ? has_raw_scores_ : params_.softmax.raw_scores;
+    __device__ bool has_unscaled_scores() const {
+        return kBias == BiasKind::kKey ? has_unscaled_scores_ : params_.softmax.unscaled_scores;
     }
     __device__ FwdWorkTile& work_tile() const { return smem_.work_tile(work_tile_stage_); }
     __device__ const BlockMetadata& metadata() const { return smem_.metadata[key_pipeline_.stage()]; }
@@ -390,11 +390,11 @@ private:
     bool is_last_;                   // else: whether this n_block is the work tile's last
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
-    bool has_raw_scores_;            // FwdSoftmaxParams::raw_scores, up to a key bias that is added to scaled scores
-    bool is_full_;                   // no score of the n_block is masked; not for gathered keys
-    uint32_t masked_words_;          // gathered keys: words of 32 keys that mask one for a row of this warp
-    bool adds_key_bias_;             // the n_block has parts of a key bias that are added to scaled scores
-    Bias bias_;                      // of the n_block, if kHoldsBias
+    bool has_unscaled_scores_;  // FwdSoftmaxParams::unscaled_scores, up to a key bias that is added to scaled scores
+    bool is_full_;              // no score of the n_block is masked; not for gathered keys
+    uint32_t masked_words_;     // gathered keys: words of 32 keys that mask one for a row of this warp
+    bool adds_key_bias_;        // the n_block has parts of a key bias that are added to scaled scores
+    Bias bias_;                 // of the n_block, if kHoldsBias
     RelativeBiasLane relative_bias_lane_;
     FwdSoftmax<T> softmax_;
     float out_[1][kOutFragments][4];

@@ -22,10 +22,10 @@ constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : kWarpgroupThre
 
 struct FwdSoftmaxParams {
     float scale;
-    float to_log2;        // scores of the softmax times this are exponents of 2
-    bool raw_scores;      // the softmax runs on unscaled Q K^T, accumulated onto bias / scale: scaling keeps the order
-    float inverse_scale;  // of the bias that S is accumulated onto; 0: S starts from 0
-    float softcap;        // 0: none
+    float to_log2;         // scores of the softmax times this are exponents of 2
+    bool unscaled_scores;  // the softmax runs on unscaled Q K^T, accumulated onto bias / scale: scaling keeps the order
+    float inverse_scale;   // of the bias that S is accumulated onto; 0: S starts from 0
+    float softcap;         // 0: none
 };
 
 // One kernel parameter: the compiler loads neighbouring fields together.

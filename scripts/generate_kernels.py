@@ -43,7 +43,7 @@ class Group(NamedTuple):
 
 
 SM80_FWD = "(const FwdArgs&, const FwdTileChoice&, cudaStream_t)"
-SM80_BWD = "(const BwdArgs&, const BwdTileChoice&, cudaStream_t)"
+SM80_BWD = "(const BwdArgs&, bool, cudaStream_t)"
 SM90_FWD = "(const FwdArgs&, cudaStream_t)"
 SM90_BWD = "(const BwdArgs&, cudaStream_t)"
 

@@ -39,7 +39,7 @@ void check_cache_rows(const char* name, const Tensor& cache, const Tensor& query
                       " must have query's head dimension and a multiple of 8 on CUDA, which pads no cache, got ",
                       cache.size(3), " beside query's ", query.size(-1));
     bool aligned = is_aligned(cache);
-    for (int64_t dim = 0; dim < 3; ++dim) aligned &= cache.stride(dim) % (kPieceBytes / cache.element_size()) == 0;
+    for (int64_t dim = 0; dim < 3; ++dim) aligned &= cache.stride(dim) % (kVectorBytes / cache.element_size()) == 0;
     TORCH_CHECK_VALUE(aligned, name,
                       " must be aligned to 16 bytes, in its storage and in all strides but the last, got strides ",
                       cache.strides());

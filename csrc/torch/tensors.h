@@ -90,16 +90,16 @@ inline at::ScalarType accumulation_type(const Tensor& query) {
     return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// The CUDA kernels read rows, packed masks and row bits in pieces of 16 bytes.
-constexpr int64_t kPieceBytes = 16;
+// The CUDA kernels read rows, packed masks and row bits in vectors of 16 bytes.
+constexpr int64_t kVectorBytes = 16;
 inline bool is_aligned(const Tensor& tensor) {
-    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0;
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
 }
 
 // Unaligned rows are copied, at O(S D).
 inline Tensor readable_rows(const Tensor& rows) {
     if (rows.is_cpu()) return rows;
-    const int64_t elements = kPieceBytes / rows.element_size();
+    const int64_t elements = kVectorBytes / rows.element_size();
     bool aligned = is_aligned(rows) && rows.stride(-1) == 1;
     for (int64_t dim = 0; dim + 1 < rows.dim(); ++dim) aligned &= rows.stride(dim) % elements == 0;
     if (aligned) return rows;

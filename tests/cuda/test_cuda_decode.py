@@ -96,6 +96,29 @@ def test_a_row_has_the_same_bits_beside_longer_chunks(window_size):
 
 
 @pytest.mark.parametrize("window_size", [None, WINDOW])
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_a_row_has_the_same_bits_from_every_kernel(window_size, page_size):
+    """Calls of single rows whose biases have neighbouring keys have a kernel of their own."""
+    options = {"window_size": window_size, "batch_invariant": True, "return_lse": True}
+    sequences = make_sequences([(3000, 1), (100, 40), (20000, 1)], device="cuda", dtype=torch.bfloat16, head_dim=64)
+    for number, row in ((0, 0), (2, 41)):
+        results = []
+        for heads_first in (False, True):
+            alone, together = (
+                make_call(given, page_size=page_size, room=24000) for given in ([sequences[number]], sequences)
+            )
+            if heads_first:
+                alone.put_heads_first()
+                together.put_heads_first()
+            out, lse = alone(**options)
+            results.append((out[0, 0], lse[0, :, 0]))
+            out, lse = together(**options)
+            results.append((out[row], lse[:, row]))
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize("window_size", [None, WINDOW])
 def test_decoding_is_one_kernel(window_size):
     call = make_call(sequences_of([600, 9000], head_dim=64), page_size=64)
     call(window_size=window_size)

@@ -165,8 +165,9 @@ def test_every_kernel_waits_for_the_previous_one():
     for path in (ROOT / "csrc" / "cuda").rglob("*.cu*"):
         text = path.read_text()
         assert "<<<" not in text, path
-        for kernel in re.finditer(r"__global__.*?(\w+_kernel)\([^{]*\{(.*?);", text, re.DOTALL):
-            name, first_statement = kernel.groups()
+        kernels = re.findall(r"__global__.*?(\w+_kernel)\([^{]*\{(.*?);", text, re.DOTALL)
+        assert len(kernels) == text.count("__global__"), path
+        for name, first_statement in kernels:
             assert name in launched_alone or first_statement.strip() == "grid_dependency_sync()", (path, name)
 
 

@@ -12,8 +12,8 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-// Without that order, and without the fence that it takes: after mbarrier_init, or before the exit of a CTA whose shared
-// memory others have read.
+// Without that order, which takes a fence. For barriers that were initialized by mbarrier_init, which has its own fence,
+// and before a CTA exits whose shared memory others have read: they have used what they loaded.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Launches kernels, on compute capability 9.0 and above by programmatic dependent launch.
+// Launches kernels: by programmatic dependent launch, if the loaded code is for compute capability 9.0 or above.
 #pragma once
 
 #include "check.h"

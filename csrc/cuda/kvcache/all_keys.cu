@@ -31,7 +31,7 @@ __device__ __forceinline__ int find_offset(const KvCacheArgs& p, const AllKeys& 
     return sum;
 }
 
-// grid: (CTAs of a sequence and KV head, B * Hkv). Each thread has kLoads pieces of K and of V in flight.
+// grid: (CTAs of a sequence and KV head, B * Hkv). Each thread has kLoads chunks of K and of V in flight.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ AllKeys all) {
@@ -49,14 +49,14 @@ __global__ void __launch_bounds__(kThreads)
     const int step = gridDim.x * kThreads;
     const auto at = [&](int key) { return (int64_t{offset} + key) * kv_heads + cache.kv_head; };
     for (int first = blockIdx.x * kThreads + threadIdx.x; first < keys * chunks; first += kLoads * step) {
-        uint4 key_pieces[kLoads], value_pieces[kLoads];
+        uint4 key_chunks[kLoads], value_chunks[kLoads];
 #pragma unroll
         for (int n = 0; n < kLoads; ++n) {
             const int i = first + n * step;
             if (i >= keys * chunks) continue;
             const int key = i / chunks, chunk = i % chunks;
-            key_pieces[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.k_cache, p.key, key))[chunk];
-            value_pieces[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.v_cache, p.value, key))[chunk];
+            key_chunks[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.k_cache, p.key, key))[chunk];
+            value_chunks[n] = reinterpret_cast<const uint4*>(cache.row_of<half_t>(p.v_cache, p.value, key))[chunk];
         }
 #pragma unroll
         for (int n = 0; n < kLoads; ++n) {
@@ -64,19 +64,19 @@ __global__ void __launch_bounds__(kThreads)
             if (i >= keys * chunks) continue;
             const int key = i / chunks, chunk = i % chunks;
             const int64_t to = at(key) * chunks + chunk;
-            static_cast<uint4*>(all.key)[to] = key_pieces[n];
-            static_cast<uint4*>(all.value)[to] = value_pieces[n];
-            half_t* const key_in_cache = cache.place_of_new<half_t>(p.k_cache, key);
+            static_cast<uint4*>(all.key)[to] = key_chunks[n];
+            static_cast<uint4*>(all.value)[to] = value_chunks[n];
+            half_t* const key_in_cache = cache.new_cache_row<half_t>(p.k_cache, key);
             if (key_in_cache == nullptr) continue;
-            reinterpret_cast<uint4*>(key_in_cache)[chunk] = key_pieces[n];
-            reinterpret_cast<uint4*>(cache.place_of_new<half_t>(p.v_cache, key))[chunk] = value_pieces[n];
+            reinterpret_cast<uint4*>(key_in_cache)[chunk] = key_chunks[n];
+            reinterpret_cast<uint4*>(cache.new_cache_row<half_t>(p.v_cache, key))[chunk] = value_chunks[n];
         }
     }
     if (all.bias == nullptr) return;
     for (int key = blockIdx.x * kThreads + threadIdx.x; key < keys; key += step) {
         const Bits bias = bias_of<Bits>(p, cache, key);
         static_cast<Bits*>(all.bias)[at(key)] = bias;
-        if (Bits* const in_cache = cache.place_of_new<Bits>(p.bias_cache, key); in_cache != nullptr) *in_cache = bias;
+        if (Bits* const in_cache = cache.new_cache_row<Bits>(p.bias_cache, key); in_cache != nullptr) *in_cache = bias;
     }
 }
 

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
             Bits bias = minus_infinity<Bits>(p.bias_cache.dtype);
             if (exists) {
                 bias = *cache.row_of<Bits>(p.bias_cache, p.bias, key);
-                if (Bits* const in_cache = cache.place_of_new<Bits>(p.bias_cache, key); in_cache != nullptr)
+                if (Bits* const in_cache = cache.new_cache_row<Bits>(p.bias_cache, key); in_cache != nullptr)
                     *in_cache = bias;
             }
             static_cast<Bits*>(best.bias)[to] = bias;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
         Rows rows;
         if (exists) {
             rows = {cache.row_of<half_t>(p.k_cache, p.key, key), cache.row_of<half_t>(p.v_cache, p.value, key),
-                    cache.place_of_new<half_t>(p.k_cache, key), cache.place_of_new<half_t>(p.v_cache, key)};
+                    cache.new_cache_row<half_t>(p.k_cache, key), cache.new_cache_row<half_t>(p.v_cache, key)};
         }
         const int of_warp = first + static_cast<int>(threadIdx.x) / 32 * 32;
         copy_rows(p, best, int64_t{start} * kv_heads + of_warp, min(positions - of_warp, 32), rows);

@@ -35,29 +35,30 @@ public:
     __device__ bool has_row(int key) const { return slot_of(key).exists; }
 
     // Where a key below `keys` is: a row of a page, or of the new keys.
-    struct Place {
+    struct Location {
         int page, row;
         bool is_new;
     };
-    __device__ Place place_of(int key) const {
+    __device__ Location location_of(int key) const {
         if (key >= cached_) return {batch, first_row + key - cached_, true};
         const Slot slot = slot_of(key);
         return {slot.page, slot.row, false};
     }
-    // The row at `place` in `cache`, or in `added`, where new keys are.
+    // The row at `location` in `cache`, or in `added`, where new keys are.
     template <typename T, typename View>
-    __device__ const T* row_at(const View& cache, const View& added, const Place& place) const {
-        return place.is_new ? row<const T>(added, place.page, place.row) : row<const T>(cache, place.page, place.row);
+    __device__ const T* row_at(const View& cache, const View& added, const Location& location) const {
+        const auto [page, at, is_new] = location;
+        return is_new ? row<const T>(added, page, at) : row<const T>(cache, page, at);
     }
-    // The bias at `place`, in 16-bit words: float32 has two.
-    __device__ const uint16_t* bias_at(const Place& place) const {
-        const KeyBiasView& view = place.is_new ? p_.bias : p_.bias_cache;
+    // The bias at `location`, in 16-bit words: float32 has two.
+    __device__ const uint16_t* bias_at(const Location& location) const {
+        const KeyBiasView& view = location.is_new ? p_.bias : p_.bias_cache;
         const int words = p_.bias_cache.dtype == DataType::kFloat32 ? 2 : 1;
-        return static_cast<const uint16_t*>(view.data) + words * offset(view, place.page, place.row);
+        return static_cast<const uint16_t*>(view.data) + words * offset(view, location.page, location.row);
     }
     template <typename T, typename View>
     __device__ const T* row_of(const View& cache, const View& added, int key) const {
-        return row_at<T>(cache, added, place_of(key));
+        return row_at<T>(cache, added, location_of(key));
     }
     template <typename T, typename View>
     __device__ const T* cached_row_of(const View& cache, int key) const {
@@ -66,7 +67,7 @@ public:
 
     // Where a new key belongs in `cache`; null for a key that is there already and where there is no page.
     template <typename T, typename View>
-    __device__ T* place_of_new(const View& cache, int key) const {
+    __device__ T* new_cache_row(const View& cache, int key) const {
         if (key < cached_) return nullptr;
         const Slot slot = slot_of(key);
         return slot.exists ? cached_row<T>(cache, slot) : nullptr;

@@ -160,8 +160,8 @@ struct BlockRange {
     int begin, end;
 };
 
-// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks of
-// few such blocks, such as windows: tests 128 blocks per step.
+// Narrows [0, end), in steps of 32, to the blocks whose row range rows_of(block) intersects `rows`. For masks in
+// which few blocks do, such as windows: tests 128 blocks per step.
 template <typename RowsOf>
 __device__ __forceinline__ BlockRange active_block_range(int end, RowRange rows, const RowsOf& rows_of) {
     constexpr int kUnroll = 4;

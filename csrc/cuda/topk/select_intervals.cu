@@ -44,10 +44,10 @@ int64_t chunks_of(const Sequences& all) {
 
 __device__ int first_number(const Sequences& all, int batch) { return all.cu_k[batch] / kChunk + batch; }
 
-struct ChunkPlace {
+struct ChunkIndex {
     int batch, head, in_sequence;
 
-    __device__ ChunkPlace(const Sequences& all, int number) {
+    __device__ ChunkIndex(const Sequences& all, int number) {
         if (all.varlen()) {
             const int of_head = all.keys / kChunk + all.batches;
             head = number / of_head;
@@ -74,7 +74,7 @@ struct ChunkPlace {
 
 // A CTA's chunk and its warps' keys.
 struct Chunk {
-    const ChunkPlace position;
+    const ChunkIndex position;
     const OneSequence sequence;
     const int first;  // eviction time
     const int times;  // number of times; 0 or less: no such chunk

@@ -342,8 +342,8 @@ CountedLists lists_of(const KeyListsPlan& plan, void* workspace) {
 }
 
 // Grid size with one thread per chunk of a list.
-int64_t blocks_of_threads(const KeyListsPlan& plan) {
-    return plan.batches * plan.heads * plan.chunks * ceil_div<int64_t>(plan.num_m_blocks, kThreads);
+unsigned grid_of_chunks(const KeyListsPlan& plan) {
+    return grid_of(plan.batches * plan.heads * plan.chunks * ceil_div<int64_t>(plan.num_m_blocks, kThreads));
 }
 
 }  // namespace
@@ -396,7 +396,7 @@ void key_list_offsets_cuda(const AttentionParams& params, const KeyListsPlan& pl
         FLASH_CUDA_CHECK(cudaMemsetAsync(lists.visited_keys, 0, sizeof(*lists.visited_keys), stream));
     }
     const auto count = params.packed_mask.present() ? count_columns_kernel : count_intervals_kernel;
-    launch(count, {blocks_of_threads(plan), kThreads}, stream, params, lists);
+    launch(count, {grid_of_chunks(plan), kThreads}, stream, params, lists);
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, 32);
     launch(scan_counts_kernel, {grid_of(blocks), kThreads}, stream, lists, ends);
     launch(scan_list_offsets_kernel, {1, kScanThreads}, stream, plan.lists(), begins, ends, capacity, total,
@@ -413,7 +413,7 @@ void key_list_fill_cuda(const AttentionParams& params, const KeyListsPlan& plan,
     lists.keys = keys;
     lists.rows = reinterpret_cast<uint4*>(rows);
     if (!params.packed_mask.present()) {
-        launch(fill_intervals_kernel, {blocks_of_threads(plan), kThreads}, stream, params, lists);
+        launch(fill_intervals_kernel, {grid_of_chunks(plan), kThreads}, stream, params, lists);
         return;
     }
     const auto kernel = plan.row_broadcast ? fill_bits_kernel<true> : fill_bits_kernel<false>;

@@ -59,9 +59,9 @@ void run_bwd_with(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& p, const BwdTileChoice& choice, cudaStream_t stream) {
-    choice.small_tiles ? run_bwd_with<BwdKernelTraits<kHeadDim, T, true>>(p, stream)
-                       : run_bwd_with<BwdKernelTraits<kHeadDim, T, false>>(p, stream);
+void run_bwd(const BwdArgs& p, bool small_tiles, cudaStream_t stream) {
+    small_tiles ? run_bwd_with<BwdKernelTraits<kHeadDim, T, true>>(p, stream)
+                : run_bwd_with<BwdKernelTraits<kHeadDim, T, false>>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda::sm80

@@ -25,7 +25,7 @@ bool can_cluster_reduce_among(int64_t batch_group_size) {
 }
 
 struct Kernels {
-    using Launcher = void (*)(const BwdArgs&, const BwdTileChoice&, cudaStream_t);
+    using Launcher = void (*)(const BwdArgs&, bool, cudaStream_t);
     Launcher launch, launch_gather;
     bool (*can_cluster_reduce_among)(int64_t batch_group_size);
 };
@@ -87,26 +87,26 @@ bool can_add_in_cache(const BwdParams& p, const BwdTileSizes& tile, int64_t byte
 }
 
 // Whether the CTAs of the batch elements that share a bias can form a cluster and reduce dx.
-bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice) {
+bool can_cluster_reduce(const BwdParams& p, const KernelEntry& kernel, bool small_tiles) {
     // The CTAs of a cluster visit the same blocks: all sequences have one length.
     const bool batches_share = p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr;
     // Code for devices without clusters has the small tiles.
-    return batches_share && !choice.small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
+    return batches_share && !small_tiles && kernel.value.can_cluster_reduce_among(p.dbias.batch_group_size);
 }
 
 // Selects which kernel writes the gradient of a dense bias. Returns the number of floats in dbias_partials.
-int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
+int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, bool small_tiles, BwdPlan& plan) {
     if (is_unshared_dbias(p)) {
         plan.dense_dbias = DenseDbias::kDirect;
         return 0;
     }
     // The main kernel adds in no fixed order, and with a softcap computes dx in a round of its own.
     if (p.softcap == 0 && !p.deterministic) {
-        if (can_cluster_reduce(p, kernel, choice)) {
+        if (can_cluster_reduce(p, kernel, small_tiles)) {
             plan.dense_dbias = DenseDbias::kClusterReduce;
             return 0;
         }
-        const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, choice.small_tiles);
+        const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, small_tiles);
         plan.dbias_tiles = count_dbias_tiles(p, tile);
         const int64_t sums = plan.dbias_tiles * tile.rows * tile.keys;
         if (can_add_in_cache(p, tile, sums * static_cast<int64_t>(sizeof(float)))) {
@@ -120,8 +120,8 @@ int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, const Bw
     return plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles * tile.rows * tile.keys : 0;
 }
 
-void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
-    const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, choice.small_tiles);
+void plan_dense(const BwdParams& p, const KernelEntry& kernel, bool small_tiles, BwdPlan& plan) {
+    const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, small_tiles);
     plan.dquery_m_blocks = count_dquery_m_blocks(p, tile.rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.dquery_accum = plan.allocate<float>(num_m_blocks * tile.rows * kernel.head_dim);
@@ -131,7 +131,7 @@ void plan_dense(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoi
     }
     plan.zeroed_bytes = plan.workspace_bytes;
     if (p.bias.kind != BiasKind::kDense || !p.dbias.present()) return;
-    plan.dbias_partials = plan.allocate<float>(plan_dense_dbias(p, kernel, choice, plan));
+    plan.dbias_partials = plan.allocate<float>(plan_dense_dbias(p, kernel, small_tiles, plan));
     if (plan.dense_dbias == DenseDbias::kAtomic) plan.zeroed_bytes = plan.workspace_bytes;
 }
 
@@ -141,8 +141,8 @@ bool can_have_two_heads(const BwdParams& p, int m_block_rows) {
            p.bias.kind != BiasKind::kDense && heads_share_keys(p);
 }
 
-void plan_gather(const BwdParams& p, const KernelEntry& kernel, const BwdTileChoice& choice, BwdPlan& plan) {
-    const int m_block_rows = gather_tile_sizes(kernel.head_dim, choice.small_tiles).rows;
+void plan_gather(const BwdParams& p, const KernelEntry& kernel, bool small_tiles, BwdPlan& plan) {
+    const int m_block_rows = gather_tile_sizes(kernel.head_dim, small_tiles).rows;
     if (can_have_two_heads(p, m_block_rows)) plan.qheads_per_tile = 2;
     plan.dkv_rows = p.total_k;
     plan.dkv_cols = kernel.head_dim;
@@ -171,16 +171,18 @@ Kernels::Launcher plan_short(const BwdParams& p, BwdPlan& plan) {
 bool has_short_kernel(const BwdParams& p) { return is_short(p) && kShortKernels.find(p) != nullptr; }
 
 bool plan_bwd(const BwdParams& p, BwdPlan& plan) {
-    const BwdTileChoice choice{uses_small_tiles(current_device().cuda_arch)};
+    const bool small_tiles = uses_small_tiles(current_device().cuda_arch);
     Kernels::Launcher launch = plan_short(p, plan);
     if (launch == nullptr) {
         const KernelEntry* const kernel = kKernels.find(p);
         if (kernel == nullptr) return false;
         report_bias_matrix(p);
-        p.lists.present() ? plan_gather(p, *kernel, choice, plan) : plan_dense(p, *kernel, choice, plan);
+        p.lists.present() ? plan_gather(p, *kernel, small_tiles, plan) : plan_dense(p, *kernel, small_tiles, plan);
         launch = p.lists.present() ? kernel->value.launch_gather : kernel->value.launch;
     }
-    plan.launch = [launch, choice](const BwdArgs& args, cudaStream_t stream) { launch(args, choice, stream); };
+    plan.launch = [launch, small_tiles](const BwdArgs& args, cudaStream_t stream) {
+        launch(args, small_tiles, stream);
+    };
     return true;
 }
 

@@ -7,22 +7,18 @@
 
 namespace flash_dmattn::cuda::sm80 {
 
-// The tile of a CTA.
-struct BwdTileChoice {
-    bool small_tiles = false;  // tiles for devices with little shared memory
-};
-
 bool plan_bwd(const BwdParams& params, BwdPlan& plan);
 // Whether a kernel for short sequences serves a call.
 bool has_short_kernel(const BwdParams& params);
 
+// small_tiles: for devices with little shared memory.
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
-// Of short sequences (csrc/cuda/sm80/short_bwd/config.h).
+void run_bwd(const BwdArgs& args, bool small_tiles, cudaStream_t stream);
+// Of short sequences (csrc/cuda/sm80/short_bwd/config.h), which have one size of tiles.
 template <typename T, int kHeadDim>
-void run_short_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
+void run_short_bwd(const BwdArgs& args, bool small_tiles, cudaStream_t stream);
 // Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
-void run_gather_bwd(const BwdArgs& args, const BwdTileChoice& choice, cudaStream_t stream);
+void run_gather_bwd(const BwdArgs& args, bool small_tiles, cudaStream_t stream);
 
 }  // namespace flash_dmattn::cuda::sm80

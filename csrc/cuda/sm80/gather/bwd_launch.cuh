@@ -20,9 +20,9 @@ void run_gather_bwd_with(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_gather_bwd(const BwdArgs& p, const BwdTileChoice& choice, cudaStream_t stream) {
-    choice.small_tiles ? run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, true, BwdPass::kGather>>(p, stream)
-                       : run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, false, BwdPass::kGather>>(p, stream);
+void run_gather_bwd(const BwdArgs& p, bool small_tiles, cudaStream_t stream) {
+    small_tiles ? run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, true, BwdPass::kGather>>(p, stream)
+                : run_gather_bwd_with<BwdKernelTraits<kHeadDim, T, false, BwdPass::kGather>>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda::sm80

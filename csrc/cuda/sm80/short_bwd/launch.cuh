@@ -22,7 +22,7 @@ void launch_short_bwd(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_short_bwd(const BwdArgs& p, const BwdTileChoice&, cudaStream_t stream) {
+void run_short_bwd(const BwdArgs& p, bool, cudaStream_t stream) {
     using Traits = ShortBwdTraits<T, kHeadDim>;
     p.relative_bias.present() ? launch_short_bwd<Traits, true>(p, stream) : launch_short_bwd<Traits, false>(p, stream);
 }

@@ -36,8 +36,8 @@ struct DecodeArgs : KvCacheArgs {
     int query_tiles = 1;                       // tiles of kDecodeTileRows rows of Q in shared memory
     bool overlays = false;                     // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;              // eight neighbouring biases are aligned to 16 bytes
-    // One query row in one tile, no softcap and no relative bias; biases, if any, in 16 bits and in vectors. A kernel of
-    // its own, which is smaller: fetching instructions takes much of the time.
+    // One query row in one tile, no softcap, no relative bias; biases, if any, of 16 bits and aligned (has_vector_bias).
+    // The kernel of such calls is smaller: fetching instructions takes much of the time.
     bool is_plain = false;
 };
 

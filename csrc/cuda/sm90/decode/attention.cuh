@@ -75,7 +75,11 @@ public:
         begin_ = list == nullptr ? first : own_split * share;
         end_ = begin_ + min(share, keys - first);
         Output out{};
-        attend(out);
+        if (kPlain || (row_tiles_ == 1 && cache_.rows == 1 && p_.relative_bias.data == nullptr && p_.score_cap <= 0)) {
+            attend<true>(out);
+        } else if constexpr (!kPlain) {
+            attend<false>(out);
+        }
         merge(out);
     }
 
@@ -135,8 +139,11 @@ private:
         __device__ static float base(float max) { return max == -kInfinity ? 0.f : max; }  // no -inf - -inf
     };
 
+    // kSingleRow: one query row in one tile, no softcap and no relative bias. This case has a loop of its own, without
+    // branches.
+    template <bool kSingleRow>
     __device__ __forceinline__ void attend(Output& out) {
-        if (!kPlain) prepare_rows();
+        if (!kSingleRow) prepare_rows();
         cp_async_wait<0>();
         __syncthreads();  // Q has arrived
         uint32_t query[kHeadDim / 8];
@@ -155,20 +162,20 @@ private:
             float scores[4];
             if (attends) {
                 cp_async_wait<1>();
-                sync_group();
+                sync_group<kSingleRow>();
                 multiply_key(scores, query);
-                sync_group();
+                sync_group<kSingleRow>();
             }
-            if (copies) copy(key_tile(), found_.key_row);
+            if (copies) copy<kSingleRow>(key_tile(), found_.key_row);
             if (attends) {
-                finish_scores(scores, key, bias);
+                finish_scores<kSingleRow>(scores, key, bias);
                 out.exponentiate(scores);
                 cp_async_wait<1>();
-                sync_group();
+                sync_group<kSingleRow>();
                 multiply_value(out, scores);
-                sync_group();
+                sync_group<kSingleRow>();
             }
-            if (copies) copy(value_tile(), found_.value_row);
+            if (copies) copy<kSingleRow>(value_tile(), found_.value_row);
             key = found_.key;
             if (key >= 0) bias = load_bias(found_.bias);
             find(at);
@@ -185,8 +192,9 @@ private:
         return reinterpret_cast<float*>(tiles_ + warp * 2 * sizeof(Tile)) + row * kHeadDim + (col ^ row / 2 * 8);
     }
 
+    template <bool kSingleRow>
     __device__ void sync_group() const {
-        if (kPlain || row_tiles_ == 1) return __syncwarp();
+        if (kSingleRow || row_tiles_ == 1) return __syncwarp();
         static_assert(DecodeNamedBarriers::kGroupSync + kWarps / 2 <= 16);
         named_barrier_sync(DecodeNamedBarriers::kGroupSync + group_, row_tiles_ * 32);
     }
@@ -203,16 +211,17 @@ private:
         found_ = {};
         if (i >= end_) return;
         const int key = list_ != nullptr ? list_[i] : i;
-        const KvCache::Place place = cache_.place_of(key);
-        found_.bias = cache_.bias_at(place);
+        const KvCache::Location location = cache_.location_of(key);
+        found_.bias = cache_.bias_at(location);
         // A selected key is visible.
         if (list_ == nullptr && key_bias_of<T>(p_.bias_cache, load_bias(found_.bias)) == -kInfinity) return;
         found_.key = key;
-        found_.key_row = cache_.row_at<T>(p_.k_cache, p_.key, place);
-        found_.value_row = cache_.row_at<T>(p_.v_cache, p_.value, place);
+        found_.key_row = cache_.row_at<T>(p_.k_cache, p_.key, location);
+        found_.value_row = cache_.row_at<T>(p_.v_cache, p_.value, location);
     }
 
     // Starts the copy of the found rows. The warps of a group share the work.
+    template <bool kSingleRow>
     __device__ void copy(Tile& to, const T* found) const {
         constexpr int kRowsPerStep = 32 / Tile::kSlabChunks, kSteps = kKeys / kRowsPerStep;
         const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
@@ -222,7 +231,7 @@ private:
             const int row = i * kRowsPerStep + lane_row;
             const auto from =
                 reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(found), row));
-            if (!kPlain && i % row_tiles_ != row_tile_) continue;
+            if (!kSingleRow && (i & (row_tiles_ - 1)) != row_tile_) continue;
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
@@ -283,21 +292,25 @@ private:
         }
     }
 
-    // Scale, softcap, biases and causality. Lane i % 16 has key i and its bias.
+    // Scale, softcap, biases and causality. Lane i % 16 has key i and its bias. Roundings are explicit: with
+    // batch_invariant a row gets the same bits from each instantiation.
+    template <bool kSingleRow>
     __device__ __forceinline__ void finish_scores(float (&scores)[4], int own_key, const KeyBiasBits& bias_bits) const {
         const float own_bias = own_key < 0 ? -kInfinity : key_bias_of<T>(p_.bias_cache, bias_bits);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int lane = 8 * h + fragment_row();
-            const int key = kPlain ? 0 : __shfl_sync(~0u, own_key, lane);
+            const int key = kSingleRow ? 0 : __shfl_sync(~0u, own_key, lane);
             const float bias = __shfl_sync(~0u, own_bias, lane);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& score = scores[2 * h + e];
-                score *= p_.score_scale;
-                if (!kPlain && p_.score_cap > 0) score = p_.score_cap * fast_tanh(score);
-                score += bias;
-                if (!kPlain && (p_.relative_bias.data != nullptr || cache_.rows > 1)) score += bias_of_row(e, key);
+                if (!kSingleRow && p_.score_cap > 0) {
+                    score = fmaf(p_.score_cap, fast_tanh(score * p_.score_scale), bias);
+                } else {
+                    score = fmaf(score, p_.score_scale, bias);
+                }
+                if (!kSingleRow && (p_.relative_bias.data != nullptr || cache_.rows > 1)) score += bias_of_row(e, key);
                 if (bias == -kInfinity) score = -kInfinity;
             }
         }
@@ -315,7 +328,7 @@ private:
 
     // Merges the groups' results into those of the first group of each split. All threads call.
     __device__ void merge(const Output& out) const {
-        sync_group();
+        sync_group<kPlain>();
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int row = fragment_col() + e;

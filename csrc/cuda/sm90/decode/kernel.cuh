@@ -21,11 +21,15 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
 #pragma unroll 1
     for (int first = rank * share; first < end; first += at_once) {
         const int i = first + div_by_power(static_cast<int>(threadIdx.x), splits.count);
-        const int packed = min(i, end - 1) / kVectors, col = i % kVectors * 4;
-        const auto result = attention.result_of(split - cta * splits.per_cta, packed, col);
-        const float max = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
-        float sum = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
-        float4 x = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
+        const int packed = i / kVectors, col = i % kVectors * 4;
+        float max = -kInfinity, sum = 0;
+        float4 x{};
+        if (i < end) {  // what is loaded is used before the final cluster_arrive_relaxed
+            const auto result = attention.result_of(split - cta * splits.per_cta, packed, col);
+            max = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_max), cta)));
+            sum = __uint_as_float(load_dsmem(map_to_cta(smem_address(result.row_sum), cta)));
+            x = load_dsmem_float4(map_to_cta(smem_address(result.out), cta));
+        }
         if (sum == 0) x = {};  // a split without visible keys has no output
         float largest = max;
 #pragma unroll 1

@@ -27,8 +27,9 @@ void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Fu
     function(kernel, config);
 }
 
+// The same for the number of warps of the plan.
 template <typename T, int kHeadDim, bool kPlain, typename Function>
-void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
+void with_decode_warps(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
     if constexpr (kHeadDim <= kDecodeManyWarpsHeadDim) {
         if (args.warps == kDecodeMaxWarps)
             return with_decode_kernel_of<T, kHeadDim, kDecodeMaxWarps, kPlain>(args, stream, function);
@@ -39,8 +40,8 @@ void with_decode_kernel_of(const DecodeArgs& args, cudaStream_t stream, const Fu
 // The same for the kernel of the plan.
 template <typename T, int kHeadDim, typename Function>
 void with_decode_kernel(const DecodeArgs& args, cudaStream_t stream, const Function& function) {
-    args.is_plain ? with_decode_kernel_of<T, kHeadDim, true>(args, stream, function)
-                  : with_decode_kernel_of<T, kHeadDim, false>(args, stream, function);
+    args.is_plain ? with_decode_warps<T, kHeadDim, true>(args, stream, function)
+                  : with_decode_warps<T, kHeadDim, false>(args, stream, function);
 }
 
 template <typename T, int kHeadDim>

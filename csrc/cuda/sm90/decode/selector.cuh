@@ -39,7 +39,6 @@ public:
                               uint32_t* histograms, int rank)
         : p_(p), cache_(cache), smem_(smem), orders_(orders), histograms_(histograms), cluster_(p.cluster),
           rank_(rank) {
-        is_float_ = !kPlain && p.bias_cache.dtype == DataType::kFloat32;
         share_ = decode_share(cache.keys, cluster_);
         begin_ = min(rank * share_, cache.keys);
         keys_ = min(share_, cache.keys - begin_);
@@ -78,7 +77,7 @@ public:
     }
 
 private:
-    __device__ bool is_float() const { return !kPlain && is_float_; }
+    __device__ bool is_float() const { return !kPlain && p_.bias_cache.dtype == DataType::kFloat32; }
 
     template <DataType kType>
     __device__ uint32_t order_at(int at) const {
@@ -465,11 +464,10 @@ private:
     uint16_t* const orders_;
     uint32_t* const histograms_;
     const int cluster_, rank_;
-    bool is_float_;  // float32 biases
-    int share_;      // keys of a CTA
-    int begin_;      // this CTA's first key
-    int keys_;       // and its number of keys
-    int segment_;    // positions of a warp
+    int share_;    // keys of a CTA
+    int begin_;    // this CTA's first key
+    int keys_;     // and its number of keys
+    int segment_;  // positions of a warp
     bool found_nan_ = false;
     uint32_t threshold_;
     int skipped_ = 0;          // of this CTA's keys equal to threshold_, the first ones

@@ -1,6 +1,6 @@
 // Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the orders of
-// the biases, the tiles of K and V. The histograms of the selection use the memory of the tiles. If `overlays` is
-// set, the tiles use that of the orders, too.
+// the biases, the tiles of K and V. The histograms of the selection follow the orders, where the tiles will be. If
+// `overlays` is set, the tiles begin at the orders.
 #pragma once
 
 #include "args.h"
@@ -12,7 +12,7 @@ namespace flash_dmattn::cuda::sm90 {
 constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 
 struct alignas(128) DecodeSharedStorage {
-    uint32_t histogram[kBins];               // of the current digit, in all CTAs
+    uint32_t histogram[kBins];               // of the current digit, summed over the CTAs
     alignas(8) uint64_t histogram_ready[2];  // of even and of odd digits: the CTAs' histograms have arrived
     uint32_t no_bin[32];                     // counts keys without a bin
     int equal_counts[kDecodeMaxWarps];

@@ -392,7 +392,7 @@ private:
     uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
     bool has_unscaled_scores_;  // FwdSoftmaxParams::unscaled_scores, up to a key bias that is added to scaled scores
     bool is_full_;              // no score of the n_block is masked; not for gathered keys
-    uint32_t masked_words_;     // gathered keys: words of 32 keys that mask one for a row of this warp
+    uint32_t masked_words_;     // gathered keys: words of 32 keys, one of which is masked for a row of this warp
     bool adds_key_bias_;        // the n_block has parts of a key bias that are added to scaled scores
     Bias bias_;                 // of the n_block, if kHoldsBias
     RelativeBiasLane relative_bias_lane_;

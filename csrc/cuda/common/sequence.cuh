@@ -57,6 +57,15 @@ __device__ __forceinline__ int64_t query_offset(const RowsView& view, const Sequ
 __device__ __forceinline__ int64_t key_offset(const RowsView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + s.first_key * view.row_stride + head * view.head_stride;
 }
+// The sequence's first row (or key) in one head.
+template <typename T>
+__device__ __forceinline__ T* query_rows(const RowsView& view, const Sequence& s, int head) {
+    return static_cast<T*>(view.data) + query_offset(view, s, head);
+}
+template <typename T>
+__device__ __forceinline__ T* key_rows(const RowsView& view, const Sequence& s, int head) {
+    return static_cast<T*>(view.data) + key_offset(view, s, head);
+}
 __device__ __forceinline__ int64_t stat_offset(const RowStatView& view, const Sequence& s, int head) {
     return s.batch * view.batch_stride + head * view.head_stride + s.first_row;
 }

@@ -27,8 +27,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
     float sum = 0;
     if (in_sequence && col < p.head_dim) {
         const auto load = [&](const RowsView& view) {
-            const T* from =
-                static_cast<const T*>(view.data) + query_offset(view, s, head) + row * view.row_stride + col;
+            const T* from = query_rows<const T>(view, s, head) + row * view.row_stride + col;
             return *reinterpret_cast<const uint4*>(from);
         };
         const uint4 out = load(p.out), dout = load(p.dout);

@@ -64,7 +64,7 @@ __device__ __noinline__ void combine_row(const FwdArgs& p, const Sequence& s, in
         }
     }
     const float inverse = total == 0 ? 0.f : 1.f / total;
-    T* out = static_cast<T*>(p.out.data) + query_offset(p.out, s, head) + row * p.out.row_stride;
+    T* out = query_rows<T>(p.out, s, head) + row * p.out.row_stride;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         const int col = step * 64 + lane_id() * 2;

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(Traits::kThreads) convert_dquery_kernel(const 
     store_accumulator<T, Traits::kDqColWarps * 16>(dquery, Rows(smem_address(&rows), corner),
                                                    static_cast<float>(p.softmax_scale));
     __syncthreads();
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + first_row * p.dquery.row_stride;
+    T* to = query_rows<T>(p.dquery, s, head) + first_row * p.dquery.row_stride;
     copy_tile_out<Traits::kThreads>(rows, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim));
 }
 

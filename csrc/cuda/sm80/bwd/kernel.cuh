@@ -167,8 +167,7 @@ private:
         }
     }
     __device__ __forceinline__ T* first_key_of(const RowsView& view) const {
-        return static_cast<T*>(view.data) + key_offset(view, sequence(), cta_.kv_head) +
-               cta_.first_key * view.row_stride;
+        return key_rows<T>(view, sequence(), cta_.kv_head) + cta_.first_key * view.row_stride;
     }
     __device__ __forceinline__ void load_keys(typename Traits::KeysTile& tile, const RowsView& view,
                                               const uint32_t (&visible_keys)[Traits::kWords]) const {
@@ -264,7 +263,9 @@ private:
         if (p_.deterministic) dq_semaphore_release(p_.dquery_semaphores + dq_tile);
     }
 
-    __device__ bool is_grid() const { return p_.relative_bias.grid_width > 0 && p_.relative_bias.batch_group_size == 0; }
+    __device__ bool is_grid() const {
+        return p_.relative_bias.grid_width > 0 && p_.relative_bias.batch_group_size == 0;
+    }
     // Adds the gradient of relative_bias of one pass, except that of a grid. Overwrites dx. first_key: of the tile.
     __device__ __forceinline__ void add_relative_bias_gradient(const MBlockStep& step,
                                                                float (&dx)[Traits::kScoreM][kPassN][4],

@@ -70,8 +70,7 @@ struct HeadPointers {
 
     HeadPointers() = default;
     __device__ HeadPointers(const BwdArgs& p, const Sequence& s, int head)
-        : query(static_cast<const T*>(p.query.data) + query_offset(p.query, s, head)),
-          dout(static_cast<const T*>(p.dout.data) + query_offset(p.dout, s, head)),
+        : query(query_rows<const T>(p.query, s, head)), dout(query_rows<const T>(p.dout, s, head)),
           lse(static_cast<const float*>(p.lse.data) + stat_offset(p.lse, s, head)),
           delta(static_cast<const float*>(p.delta.data) + stat_offset(p.delta, s, head)), mask(nullptr) {
         if (p.packed_mask.present()) {

@@ -23,8 +23,8 @@ struct Contributor {
     Contributor() = default;
     __device__ Contributor(const BwdArgs& p, const Sequence& s, int head) : rows(p, s, head) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
-        key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
-        value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+        key = key_rows<const T>(p.key, s, kv_head);
+        value = key_rows<const T>(p.value, s, kv_head);
         relative_bias = relative_bias_entries(p, s.batch, head);
     }
 };

@@ -38,8 +38,8 @@ public:
         const Sequence& s = smem.work_tile.sequence;
         const int first_head = smem.work_tile.first_head;
         const int kv_head = shared_head(first_head, p.heads, p.kv_heads), row = CopyKv::first_row();
-        key_ = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head) + row * p.key.row_stride;
-        value_ = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head) + row * p.value.row_stride;
+        key_ = key_rows<const T>(p.key, s, kv_head) + row * p.key.row_stride;
+        value_ = key_rows<const T>(p.value, s, kv_head) + row * p.value.row_stride;
         if (kBias != BiasKind::kNone) {
             const int64_t offset = score_offset(p.bias, s, first_head, p.heads);
             bias_ = bias_data(p.bias, offset);

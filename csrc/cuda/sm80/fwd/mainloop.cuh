@@ -178,7 +178,7 @@ private:
     }
 
     __device__ void load_q() {
-        const T* query = static_cast<const T*>(p_.query.data) + query_offset(p_.query, sequence(), 0);
+        const T* query = query_rows<const T>(p_.query, sequence(), 0);
         CopyQ::start(CopyQ::lane_address(shared_storage_.query), static_cast<int>(p_.head_dim), [&](int i) {
             const int row = CopyQ::first_row() + i * CopyQ::kRowsAtOnce;
             const int64_t at = query_row(row) * p_.query.row_stride + query_head(row) * p_.query.head_stride;
@@ -312,7 +312,7 @@ private:
                 static_cast<float*>(p_.lse.data)[stat_offset(p_.lse, sequence(), query_head(row)) + i] = lse;
         });
         __syncwarp();  // each warp stages and stores its own rows
-        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, sequence(), 0);
+        T* out = query_rows<T>(p_.out, sequence(), 0);
         constexpr int kChunks = kHeadDim / 8;
         for (int at = lane_id(); at < kWarpRows * kChunks; at += 32) {
             const int row = warp_row_ + at / kChunks, chunk = at % kChunks, i = query_row(row);

@@ -427,8 +427,7 @@ private:
                                          static_cast<float>(p_.softmax_scale));
         __syncthreads();
         for (int i = 0; i < p_.qheads_per_tile; ++i) {
-            T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, sequence(), first_head() + i) +
-                    first_row() * p_.dquery.row_stride;
+            T* to = query_rows<T>(p_.dquery, sequence(), first_head() + i) + first_row() * p_.dquery.row_stride;
             const int first = i * rows_per_head();
             copy_tile_out<kThreads>(smem_.qdo.query, to, p_.dquery.row_stride, first + num_rows(),
                                     static_cast<int>(p_.head_dim), first);

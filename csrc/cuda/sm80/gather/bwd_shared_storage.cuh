@@ -21,8 +21,8 @@ struct GatherPointers {
 
     __device__ GatherPointers(const BwdArgs& p, const Sequence& s, int head, int first_row) {
         const int kv_head = shared_head(head, p.heads, p.kv_heads);
-        key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
-        value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+        key = key_rows<const T>(p.key, s, kv_head);
+        value = key_rows<const T>(p.value, s, kv_head);
         const DkvAccum accum(p, s, kv_head, p.dkv_cols);
         dkey = accum.dkey;
         dvalue = accum.dvalue;

@@ -56,8 +56,8 @@ public:
             const int head = smem.work_tile.first_head, kv_head = shared_head(head, p.heads, p.kv_heads);
             smem.list = KeyList(p, s, head, query_row(0));
             smem.num_n_blocks = smem.list.template count_n_blocks<kKeys>(p, s, query_row(kRows - 1) + 1);
-            smem.first_key = static_cast<const T*>(p.key.data) + key_offset(p.key, s, kv_head);
-            smem.first_value = static_cast<const T*>(p.value.data) + key_offset(p.value, s, kv_head);
+            smem.first_key = key_rows<const T>(p.key, s, kv_head);
+            smem.first_value = key_rows<const T>(p.value, s, kv_head);
             if (kBias != BiasKind::kNone) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
         }
         if (threadIdx.x < kRowWarps) {

@@ -310,7 +310,7 @@ private:
 
     __device__ __forceinline__ void store_dkv(const RowsView& view, const DkvFragment& acc, float factor) const {
         const Sequence& s = smem_.sequence;
-        T* to = static_cast<T*>(view.data) + key_offset(view, s, work_tile_.kv_head) + tiled_mma_.first_col();
+        T* to = key_rows<T>(view, s, work_tile_.kv_head) + tiled_mma_.first_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             store_row(acc, h, factor, to + key(h) * view.row_stride,

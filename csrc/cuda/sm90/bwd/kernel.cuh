@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
         if (clears) accum = {};
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    T* to = static_cast<T*>(p.dquery.data) + query_offset(p.dquery, s, head) + tiled_mma.dq_col();
+    T* to = query_rows<T>(p.dquery, s, head) + tiled_mma.dq_col();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int row = m_block * kRows + tiled_mma.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();

@@ -347,7 +347,7 @@ private:
     __device__ __forceinline__ void epilogue() {
         const Sequence& s = work_tile().s;
         const int head = work_tile().head + (has_head_per_warpgroup() ? warpgroup_ : 0);
-        T* out = static_cast<T*>(p_.out.data) + query_offset(p_.out, s, head);
+        T* out = query_rows<T>(p_.out, s, head);
         float* lse_of_row = static_cast<float*>(p_.lse.data) + stat_offset(p_.lse, s, head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

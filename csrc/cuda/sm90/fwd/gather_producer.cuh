@@ -54,8 +54,8 @@ private:
         const int num_n_blocks = list.template count_n_blocks<kKeys>(p_, work_tile.s, work_tile.first_row + rows);
         work_tile.num_n_blocks = num_n_blocks;
         const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
-        const T* keys = static_cast<const T*>(p_.key.data) + key_offset(p_.key, work_tile.s, kv_head);
-        const T* values = static_cast<const T*>(p_.value.data) + key_offset(p_.value, work_tile.s, kv_head);
+        const T* keys = key_rows<const T>(p_.key, work_tile.s, kv_head);
+        const T* values = key_rows<const T>(p_.value, work_tile.s, kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list, rows);
         ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, lane_key(), 0, num_n_blocks);
         int position = -1;

@@ -270,8 +270,7 @@ private:
     __device__ __forceinline__ void store_dq(const DqFragment& dq, int step) const {
         const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const int first_row = work_tile.first_row + work_tile.row_of<kRows>(step) + tiled_mma_.dq_row();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work_tile.s, work_tile.head_of<kRows>(step)) +
-                tiled_mma_.dq_col();
+        T* to = query_rows<T>(p_.dquery, work_tile.s, work_tile.head_of<kRows>(step)) + tiled_mma_.dq_col();
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = first_row + warp_id() % 4 * 16 + h * 8 + fragment_row();

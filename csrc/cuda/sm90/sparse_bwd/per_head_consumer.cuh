@@ -165,7 +165,7 @@ private:
 
     __device__ __forceinline__ void store_dq() const {
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
-        T* to = static_cast<T*>(p_.dquery.data) + query_offset(p_.dquery, work_tile.s, work_tile.head);
+        T* to = query_rows<T>(p_.dquery, work_tile.s, work_tile.head);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = work_tile.first_row + warp_key_ + h * 8 + fragment_row();

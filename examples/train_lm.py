@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from pydoc_data import topics
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flash_dmattn import flash_dmattn_func_auto
+from flash_dmattn.backends import Backend
 from flash_dmattn.parallel import context_parallel_attention, shard
 
 VOCABULARY = 256  # bytes, so no tokenizer is needed
 PROMPT, CONTINUATION = 48, 160  # bytes of held-out text in a prompt, and of sampled text
 DTYPES = ["float32", "bfloat16"]
-BACKENDS = ["cuda", "cpu", "triton", "flex", "reference"]
+BACKENDS = get_args(Backend)
 
 
 def option(default, help: str, **argparse_options):

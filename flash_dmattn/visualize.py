@@ -99,9 +99,8 @@ def densities(picture: Picture, lists: KeyLists | None, cells: int) -> Densities
     while max(rows, keys) > cell * cells:
         cell *= 2
     visible, computed = torch.zeros(2, -(-rows // cell), -(-keys // cell), dtype=torch.int64, device=device)
-    tile_rows = (
-        LIST_ROWS if lists is None or lists.kv_row_bits is None else 32 * lists.kv_row_bits.shape[1]
-    )  # a bit per row
+    row_bits = None if lists is None else lists.kv_row_bits
+    tile_rows = LIST_ROWS if row_bits is None else 32 * row_bits.shape[1]  # a bit per row
     for tile, first in enumerate(range(0, rows, tile_rows)):
         last = min(first + tile_rows, rows)
         edges = torch.tensor([*range(first, last, min(cell, tile_rows)), last], device=device)

@@ -29,26 +29,26 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 //
 // At most one of mask and intervals is given. Lists come alone, with intervals that show which rows see a listed key,
 // or with a packed mask (pack_and_list_mask), where the device chooses between the two.
-#define FLASH_DMATTN_ARGUMENTS(X)               \
-    X("Tensor", Tensor, query)                  \
-    X("Tensor", Tensor, key)                    \
-    X("Tensor", Tensor, value)                  \
-    X("Tensor?", OptionalTensor, bias)          \
-    X("Tensor?", OptionalTensor, relative_bias) \
-    X("Tensor?", OptionalTensor, mask)          \
-    X("Tensor?", OptionalTensor, mask_summaries)  \
-    X("Tensor?", OptionalTensor, intervals)     \
-    X("Tensor?", OptionalTensor, kv_indices)    \
-    X("Tensor?", OptionalTensor, kv_indptr)     \
-    X("Tensor?", OptionalTensor, kv_row_bits)   \
-    X("Tensor?", OptionalTensor, cu_seqlens_q)  \
-    X("Tensor?", OptionalTensor, cu_seqlens_k)  \
-    X("SymInt?", OptionalSymInt, max_seqlen_q)  \
-    X("SymInt?", OptionalSymInt, max_seqlen_k)  \
-    X("Tensor?", OptionalTensor, seqused_k)       \
-    X("float", double, softmax_scale)           \
-    X("float", double, softcap)                 \
-    X("bool", bool, is_causal)                  \
+#define FLASH_DMATTN_ARGUMENTS(X)                \
+    X("Tensor", Tensor, query)                   \
+    X("Tensor", Tensor, key)                     \
+    X("Tensor", Tensor, value)                   \
+    X("Tensor?", OptionalTensor, bias)           \
+    X("Tensor?", OptionalTensor, relative_bias)  \
+    X("Tensor?", OptionalTensor, mask)           \
+    X("Tensor?", OptionalTensor, mask_summaries) \
+    X("Tensor?", OptionalTensor, intervals)      \
+    X("Tensor?", OptionalTensor, kv_indices)     \
+    X("Tensor?", OptionalTensor, kv_indptr)      \
+    X("Tensor?", OptionalTensor, kv_row_bits)    \
+    X("Tensor?", OptionalTensor, cu_seqlens_q)   \
+    X("Tensor?", OptionalTensor, cu_seqlens_k)   \
+    X("SymInt?", OptionalSymInt, max_seqlen_q)   \
+    X("SymInt?", OptionalSymInt, max_seqlen_k)   \
+    X("Tensor?", OptionalTensor, seqused_k)      \
+    X("float", double, softmax_scale)            \
+    X("float", double, softcap)                  \
+    X("bool", bool, is_causal)                   \
     X("bool", bool, deterministic)
 
 struct Inputs {

@@ -204,8 +204,8 @@ void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std:
     check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 
-void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key, int64_t batch,
-                       bool varlen) {
+void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key,
+                       int64_t batch, bool varlen) {
     for (const auto& [tensor, name, dtype] :
          {std::tuple(&bits, "mask", at::kInt), std::tuple(&summaries, "mask_summaries", at::kByte)}) {
         TORCH_CHECK_TYPE(tensor->scalar_type() == dtype, name, " must be what pack_mask returned on CUDA, ",

@@ -29,8 +29,8 @@ void check_batch(const char* name, const Tensor& tensor, const Tensor& query);
 // Masks and biases; the rows have been checked. max_seqlen_k: for variable length.
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
 // What pack_mask made of a mask for `batch` batch elements or sequences. cuda_backend.cpp checks the lengths.
-void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key, int64_t batch,
-                       bool varlen);
+void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor& query, const Tensor& key,
+                       int64_t batch, bool varlen);
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen);
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
 // A relative bias of one dimension or of a grid, in float32 or query's dtype. `batch`: the batch elements or sequences.

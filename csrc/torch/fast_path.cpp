@@ -97,9 +97,7 @@ bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
 
 bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
 
-bool read_cache_seqlens(Inputs& in, py::handle given) {
-    return given.is_none() || read_int32(in, given, in.seqused_k);
-}
+bool read_cache_seqlens(Inputs& in, py::handle given) { return given.is_none() || read_int32(in, given, in.seqused_k); }
 
 bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k) {
     return read_int32(in, cu_seqlens_q, in.cu_seqlens_q) && read_int32(in, cu_seqlens_k, in.cu_seqlens_k);

@@ -368,13 +368,11 @@ class KeyIntervalMask(Container, Mask):
         require_integers("prefix_lens", prefix_lens)
         if prefix_lens.ndim != 1:
             raise ValueError(f"prefix_lens must be (B), got shape {shape_of(prefix_lens)}")
-        prefix_lens = prefix_lens.to(device=prefix_lens.device if device is None else device, dtype=torch.int64)
-        own = own_rows(seqlen_q, seqlen_k, prefix_lens.device)
-        if is_host_readable(prefix_lens) and ((prefix_lens < 0) | (prefix_lens > seqlen_k)).any():
-            raise ValueError(f"prefix_lens must be from 0 to seqlen_k {seqlen_k}, got {prefix_lens.tolist()}")
-        is_prefix = torch.arange(seqlen_k, device=prefix_lens.device) < prefix_lens[:, None, None]
-        start = own.clamp(min=0).masked_fill(is_prefix, 0)
-        return cls(start, torch.full_like(start, NEVER), rows=seqlen_q)
+        prefix_lens = prefix_lens if device is None else prefix_lens.to(device)
+        causal = cls.causal(seqlen_q, seqlen_k, prefix_lens.device)
+        is_prefix = first_keys(prefix_lens, seqlen_k, "prefix_lens must be")
+        start = causal.start.masked_fill(is_prefix[:, None], 0)
+        return cls(start, causal.end.expand_as(start), rows=seqlen_q)
 
     @classmethod
     def documents(
@@ -435,10 +433,7 @@ class KeyIntervalMask(Container, Mask):
         require_integers("real", real, or_bool=True)
         if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
             seqlen_k = require_length("seqlen_k", seqlen_k)
-            real = real.long()  # unsigned integers have no comparison
-            if is_host_readable(real) and ((real < 0) | (real > seqlen_k)).any():
-                raise ValueError(f"real must be lengths from 0 to seqlen_k {seqlen_k}, got {real.tolist()}")
-            real = torch.arange(seqlen_k, device=real.device) < real[:, None]
+            real = first_keys(real, seqlen_k, "real must be lengths")
         if real.ndim != 2 or not is_one_of(seqlen_k, None, real.shape[1]):
             raise ValueError(
                 "real must be a mask (B, Sk), or lengths (B) with seqlen_k, "
@@ -531,6 +526,15 @@ class KeyIntervalMask(Container, Mask):
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)
+
+
+def first_keys(lengths: Tensor, seqlen_k: int, must_be: str) -> Tensor:
+    """bool (B, Sk): the first keys of each batch element, as many as `lengths`, integers (B), say. `must_be`: the start
+    of the error for lengths out of range, which are found on the CPU only."""
+    lengths = lengths.long()  # unsigned integers have no comparison
+    if is_host_readable(lengths) and ((lengths < 0) | (lengths > seqlen_k)).any():
+        raise ValueError(f"{must_be} from 0 to seqlen_k {seqlen_k}, got {lengths.tolist()}")
+    return torch.arange(seqlen_k, device=lengths.device) < lengths[:, None]
 
 
 def window_sides(window_size: int | tuple[int | None, int | None]) -> tuple[int, int]:

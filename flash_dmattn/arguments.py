@@ -92,8 +92,8 @@ def require_count(name: str, value: object, accepted: str = "an int", hint: str 
     return value
 
 
-def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tensor:
-    """int32 (batch) of an int for all sequences; a tensor as it is."""
+def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k: int | None = None) -> Tensor:
+    """int32 (batch) of an int for all sequences, which is at most seqlen_k; a tensor as it is."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
     accepted = "a torch.Tensor or an int"
@@ -102,6 +102,8 @@ def lengths_of(cache_seqlens: object, batch: int, device: torch.device) -> Tenso
     length = require_count("cache_seqlens", cache_seqlens, accepted)
     if isinstance(length, int) and length > INT32_MAX:
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
+    if seqlen_k is not None and length > seqlen_k:
+        raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the keys of key, got {length}")
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 

@@ -30,8 +30,8 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     checks.check_options(call)
     autocast(call)
     mask = call.attn_mask = as_mask(call.attn_mask)
-    if call.cache_seqlens is not None and call.query.ndim > 0:
-        call.cache_seqlens = lengths_of(call.cache_seqlens, call.query.shape[0], call.query.device)
+    if call.cache_seqlens is not None and call.query.ndim > 0 and call.key.ndim > 1:
+        call.cache_seqlens = lengths_of(call.cache_seqlens, call.query.shape[0], call.query.device, call.key.shape[1])
     checks.check_call(backend, call)
     apply_scale_tensor(call)
     make_lengths_contiguous(call)

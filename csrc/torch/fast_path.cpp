@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -86,6 +87,15 @@ bool read_options(Inputs& in, py::handle softmax_scale, py::handle is_causal, py
     return fits && std::abs(in.softmax_scale) <= kLargest;
 }
 
+// -1 for None; -2 for what is no int of 0 and above.
+int64_t count_of(py::handle number) {
+    if (number.is_none()) return -1;
+    if (!PyLong_CheckExact(number.ptr())) return -2;
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    return overflow != 0 || value < 0 ? -2 : value;
+}
+
 // Lengths or offsets of sequences, contiguous. `in` has its query.
 bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
     if (!is_plain(given, 1)) return false;
@@ -97,7 +107,14 @@ bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
 
 bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, in.bias); }
 
-bool read_cache_seqlens(Inputs& in, py::handle given) { return given.is_none() || read_int32(in, given, in.seqused_k); }
+// A tensor, or an int for all sequences.
+bool read_cache_seqlens(Inputs& in, py::handle given) {
+    const int64_t length = count_of(given);
+    if (length < 0) return given.is_none() || read_int32(in, given, in.seqused_k);
+    if (length > std::min<int64_t>(in.key.size(1), INT_MAX)) return false;
+    in.seqused_k = at::full({in.query.size(0)}, length, in.query.options().dtype(at::kInt));
+    return true;
+}
 
 bool read_sequences(Inputs& in, py::handle cu_seqlens_q, py::handle cu_seqlens_k) {
     return read_int32(in, cu_seqlens_q, in.cu_seqlens_q) && read_int32(in, cu_seqlens_k, in.cu_seqlens_k);
@@ -133,15 +150,6 @@ struct CallMask {
     bool unstructured = false;
     int64_t window_size = -1;
 };
-
-// -1 for None; -2 for what is no int of 0 and above.
-int64_t count_of(py::handle number) {
-    if (number.is_none()) return -1;
-    if (!PyLong_CheckExact(number.ptr())) return -2;
-    int overflow = 0;
-    const int64_t value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
-    return overflow != 0 || value < 0 ? -2 : value;
-}
 
 // Reads attn_mask. Returns false where it is neither bool nor a KeyIntervalMask (masks/interval.py) of `rows` rows.
 bool read_mask(CallMask& mask, py::handle given, int64_t rows) {

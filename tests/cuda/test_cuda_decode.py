@@ -60,6 +60,8 @@ DISTRIBUTIONS = {
     "all hidden": lambda x: torch.full_like(x, -torch.inf),
     "near 1": lambda x: 1 + x.abs() * 1e-6,
     "negative": lambda x: -x.abs() * 1e-3,
+    "both zeros": lambda x: x * 0,
+    "near the lowest": lambda x: torch.where(x > 1, x, torch.finfo(x.dtype).min * (0.6 + 0.4 * (x < -1).to(x.dtype))),
 }
 
 
@@ -161,14 +163,16 @@ def test_one_row_with_gradients_or_a_bias_of_each_query_head(bias_heads):
     assert gradient.isfinite().all()
 
 
-def test_a_nan_bias_is_refused_like_elsewhere():
+@pytest.mark.parametrize("bits", [0x7FC0, -1], ids=["nan", "negative nan"])
+@pytest.mark.parametrize("contiguous", ["heads", "keys"])
+def test_a_nan_bias_is_refused_like_elsewhere(contiguous, bits):
     """As in topk_lists: a device assertion, which ends the process."""
-    program = """
+    program = f"""
 import torch
 from flash_dmattn import flash_dmattn_with_kvcache
 rows = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-bias = rows(1, 4096, 2)
-bias[0, 77] = float("nan")
+bias = rows(1, 4096, 2) if "{contiguous}" == "heads" else rows(1, 2, 4096).transpose(1, 2)
+bias.view(torch.int16)[0, 77, 1] = {bits}
 flash_dmattn_with_kvcache(rows(1, 1, 4, 64), rows(1, 4096, 2, 64), rows(1, 4096, 2, 64), bias_cache=bias,
                           cache_seqlens=torch.tensor([4000], device="cuda", dtype=torch.int32), window_size=64)
 torch.cuda.synchronize()

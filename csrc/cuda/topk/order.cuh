@@ -34,12 +34,12 @@ struct FloatBits<DataType::kFloat64> {
     static constexpr Bits kMinusZero = 1ull << 63, kInfinity = 0x7ffull << 52, kLowest = ~(1ull << 52);
 };
 
-// Monotonic in the bias, equal for both zeros: the two's complement of a negative number.
+// Monotonic in the bias, equal for both zeros.
 template <DataType kType>
 constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits) {
     using F = FloatBits<kType>;
     using Bits = typename F::Bits;
-    return bits >= F::kMinusZero ? static_cast<Bits>(0 - bits) : static_cast<Bits>(bits | F::kMinusZero);
+    return static_cast<Bits>(bits > F::kMinusZero ? ~bits : bits | F::kMinusZero);
 }
 
 // A key is masked if its order is at most this.

@@ -9,50 +9,99 @@ constexpr int kDigit = 8, kBins = 1 << kDigit;
 constexpr int kCopies = 16;  // of the histogram, against contention: high digits take few values
 constexpr int kGroup = 8;    // neighbouring keys of a thread
 
-// Order-preserving integers of neighbouring biases, packed as in memory. A masked key has kMaskedOrder.
+// A histogram of digits in shared memory, with a bin for keys without a digit: ptxas branches around atomics of a
+// condition.
+class DigitHistogram {
+public:
+    static constexpr int kWords = (kBins + 1) * kCopies;
+
+    __device__ explicit DigitHistogram(uint32_t* copies) : copies_(copies) {}
+
+    // All threads call. The bin of keys without a digit is never read.
+    __device__ void clear(int num_threads) const {
+        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += num_threads)
+            reinterpret_cast<uint4*>(copies_)[i] = uint4{};
+    }
+    __device__ void add(uint32_t bin) const { add_one_at(smem_address(copies_) + (bin * kCopies + copy()) * 4); }
+    // Adds a key for either half of a word.
+    __device__ void add_two(uint32_t bins) const {
+        static_assert(kWords * 4 <= 0x10000, "offsets have 16 bits");
+        const uint32_t offsets = bins * (kCopies * 4) + copy() * (4 * 0x10001), to = smem_address(copies_);
+        add_one_at(to + (offsets & 0xffff));
+        add_one_at(to + (offsets >> 16));
+    }
+    __device__ uint32_t sum(int bin) const {
+        uint32_t sum = 0;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) sum += copies_[bin * kCopies + (i + bin / 2) % kCopies];
+        return sum;
+    }
+
+private:
+    __device__ static uint32_t copy() { return lane_id() % kCopies; }
+    __device__ static void add_one_at(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
+
+    uint32_t* const copies_;
+};
+
+// Order-preserving integers of neighbouring biases (order_of), packed as in memory.
 template <DataType kType>
 struct alignas(16) Group {
     using Bits = typename FloatBits<kType>::Bits;
     static constexpr int kPerWord = 4 / sizeof(Bits);
     static constexpr int kWords = kGroup / kPerWord;
-    static constexpr uint32_t kMasked = kMaskedOrder<kType> * (kPerWord == 2 ? 0x10001u : 1u);
 
     uint32_t words[kWords];
 
-    // Converts biases. largest_size: running maximum magnitude per half word, to detect NaN.
-    __device__ void to_orders(uint32_t& largest_size) {
+    // Converts biases. `nans`: the running maximum of a word, or of either half, which a NaN turns into NaN.
+    __device__ void to_orders(uint32_t& nans) {
 #pragma unroll
         for (uint32_t& word : words) {
+            propagate_nan(word, nans);
             if constexpr (kPerWord == 2) {
-                largest_size = __vmaxu2(largest_size, word & 0x7fff7fff);
+                add_zero(word);
                 uint32_t negative;  // all bits of a half, or none
                 asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(negative) : "r"(word));
-                word = __vmaxu2((word ^ (negative | 0x80008000)) + (negative & 0x10001), kMasked);
+                word ^= negative | 0x80008000;
             } else {
-                largest_size = max(largest_size, word & ~FloatBits<kType>::kMinusZero);
-                word = max(order_of<kType>(word), kMasked);
+                word = order_of<kType>(word);
             }
         }
     }
-    __device__ static bool has_nan(uint32_t largest_size) {
-        constexpr uint32_t kMax = FloatBits<kType>::kInfinity;
-        if constexpr (kPerWord == 2) return (largest_size & 0xffff) > kMax || largest_size >> 16 > kMax;
-        return largest_size > kMax;
+    __device__ static bool has_nan(uint32_t nans) {
+        if constexpr (kPerWord == 2) return is_nan<kType>(nans & 0xffff) || is_nan<kType>(nans >> 16);
+        return is_nan<kType>(nans);
+    }
+    __device__ static void propagate_nan(uint32_t word, uint32_t& nans) {
+        if constexpr (kType == DataType::kFloat16) {
+            asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(nans) : "r"(word));
+        } else if constexpr (kType == DataType::kBFloat16) {
+            asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(nans) : "r"(word));
+        } else {
+            asm("max.NaN.f32 %0, %0, %1;" : "+r"(nans) : "r"(word));
+        }
+    }
+    // Turns -0 into 0.
+    __device__ static void add_zero(uint32_t& word) {
+        if constexpr (kType == DataType::kFloat16) {
+            asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(word) : "r"(0x3c003c00), "r"(0));
+        } else {
+            asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(word) : "r"(0x3f803f80), "r"(0));
+        }
     }
 
-    // Histograms the digit at bit kShift of each order that matches `known` above that digit. `counts` is the
-    // shared-memory address of the bin of digit 0.
+    // Counts the digit at bit kShift of each order that matches `known` above that digit; below, `known` is 0.
     template <int kShift>
-    __device__ void count(uint32_t counts, uint32_t known) const {
-        constexpr uint32_t kAbove = static_cast<Bits>(~Bits{0} << kShift << kDigit);
+    __device__ void count(const DigitHistogram& histogram, uint32_t known) const {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-            const int half = i % kPerWord * 16;
-            const uint32_t word = words[i / kPerWord];
-            const uint32_t digit = __byte_perm(word, 0, 0x4440 + (kShift + half) / 8);
-            const uint32_t differs = (word ^ known << half) & kAbove << half;
-            const uint32_t to = counts + digit * (kCopies * 4);
-            if (differs == 0) asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory");
+        for (const uint32_t word : words) {
+            if constexpr (kPerWord == 1) {
+                histogram.add(min((word ^ known) >> kShift, uint32_t{kBins}));
+            } else if constexpr (kShift == 0) {
+                histogram.add_two(__vminu2(word ^ known * 0x10001, kBins * 0x10001));
+            } else {
+                histogram.add_two(__byte_perm(word, 0, 0x4341));
+            }
         }
     }
 

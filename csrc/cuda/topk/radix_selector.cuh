@@ -50,8 +50,8 @@ __device__ __forceinline__ Entry entry_of(uint32_t rank, int key) {
 
 struct RadixSelectSharedStorage {
     union {
-        uint32_t copies[kBins][kCopies];
-        Entry entries[kBins * kCopies / 2];  // the first row's keys, if they fit
+        uint32_t histogram[DigitHistogram::kWords];
+        Entry entries[DigitHistogram::kWords / 2];  // the first row's keys, if they fit
     };
     uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
     uint32_t totals[kBins];
@@ -95,7 +95,7 @@ public:
         find_threshold();
         scan_ctas();
         write_first_row();
-        refuse_nan(Group<kType>::has_nan(largest_size_));
+        refuse_nan(Group<kType>::has_nan(nans_));
         sync_cluster();  // the others have read this CTA's shared memory, and all keys are written
         if (rank_ != 0) return;
         if (s_.rows > 1) follow_rows();
@@ -142,7 +142,7 @@ private:
         }
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            groups_[g].to_orders(largest_size_);
+            groups_[g].to_orders(nans_);
             if (stores_) stored(first, g) = groups_[g];
         }
     }
@@ -194,23 +194,17 @@ private:
 
     template <int kShift>
     __device__ void count_digit() {
-        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
-            reinterpret_cast<uint4*>(smem_.copies[0])[i] = uint4{};
+        const DigitHistogram histogram(smem_.histogram);
+        histogram.clear(kThreads);
         __syncthreads();
-        const uint32_t counts = smem_address(&smem_.copies[0][lane_id() % kCopies]);
         for_each_load([&](int) {
 #pragma unroll
-            for (const Group<kType>& group : groups_) group.template count<kShift>(counts, threshold_);
+            for (const Group<kType>& group : groups_) group.template count<kShift>(histogram, threshold_);
         });
         is_stored_ = stores_;
         __syncthreads();
         const int bin = threadIdx.x;
-        if (bin < kBins) {
-            uint32_t sum = 0;
-#pragma unroll
-            for (int i = 0; i < kCopies; ++i) sum += smem_.copies[bin][(i + bin / 2) % kCopies];
-            smem_.counts[kShift / kDigit % 2][bin] = sum;
-        }
+        if (bin < kBins) smem_.counts[kShift / kDigit % 2][bin] = histogram.sum(bin);
     }
 
     // Chooses the largest digit such that at least `wanted` keys have this digit or a larger one.
@@ -419,7 +413,7 @@ private:
     bool held_;               // groups_ holds all keys of this CTA
     bool stores_;             // shared memory has room for them
     bool is_stored_ = false;  // shared memory holds them
-    uint32_t largest_size_ = 0;
+    uint32_t nans_ = 0;
     Group<kType> groups_[kGroups];
     Bits threshold_;
     int greater_, equal_;  // counts of this CTA; after scan_ctas, of the CTAs before it

@@ -75,15 +75,17 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     const DecodeSmemLayout layout(p, kHeadDim);
     Attention attention(p, cache, smem, reinterpret_cast<typename Attention::QueryTile*>(raw_smem + layout.query),
                         raw_smem + layout.tiles);
+    const bool selects = p.order_capacity > 0 && cache.keys > p.window_size;
+    constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
+    DecodeSelector<kHalf, kWarps, kPlain> selector(p, cache, smem,
+                                                   reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
+                                                   reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
+    if (selects && threadIdx.x == 0) selector.prefetch();
     attention.load_query();
     const int* list = nullptr;
     int keys = cache.keys;
-    if (p.order_capacity > 0 && cache.keys > p.window_size) {
+    if (selects) {
         int* selected = reinterpret_cast<int*>(raw_smem + layout.list);
-        constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
-        DecodeSelector<kHalf, kWarps, kPlain> selector(p, cache, smem,
-                                                       reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
-                                                       reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
         keys = selector.run(selected, attention.splits());
         list = selected;
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read

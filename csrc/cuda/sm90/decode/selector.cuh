@@ -1,9 +1,9 @@
 // Top-k selection in a decoding kernel: the `window` keys of largest bias of one sequence and KV head, among the CTAs
 // of a cluster. Each CTA has a contiguous share of the keys, each of its warps a contiguous segment of that.
 //
-// A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory (0: masked). The w-th
-// largest is found digit by digit: every CTA sends its histogram to all CTAs. float32 has two more digits, which
-// only keys that match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
+// A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory. The w-th largest is
+// found digit by digit: every CTA sends its histogram to all CTAs. float32 has two more digits, which only keys that
+// match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
 // its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
 // splits (DecodeSplits) through DSMEM, wherever they are.
 #pragma once
@@ -17,14 +17,10 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The order-preserving integer of a bias, of 32 bits; 0 where the bias masks its key. The high half of any other is not
-// 0, and a 16-bit bias is in it.
+// The order-preserving integer of a bias, of 32 bits: a 16-bit bias is in its high half.
 template <DataType kType>
 __device__ __forceinline__ uint32_t decode_order(typename FloatBits<kType>::Bits bits) {
-    constexpr uint32_t kMasked = kMaskedOrder<kType>;
-    const uint32_t order = max(static_cast<uint32_t>(order_of<kType>(bits)), kMasked) - kMasked;
-    if (sizeof(bits) == 2) return order << 16;
-    return order == 0 ? 0 : order + 0xffff;
+    return uint32_t{order_of<kType>(bits)} << (32 - 8 * sizeof(bits));
 }
 
 // kHalf: the dtype of biases that are not float32. kPlain: DecodeArgs::is_plain.
@@ -37,12 +33,18 @@ class DecodeSelector {
 public:
     __device__ DecodeSelector(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, uint16_t* orders,
                               uint32_t* histograms, int rank)
-        : p_(p), cache_(cache), smem_(smem), orders_(orders), histograms_(histograms), cluster_(p.cluster),
-          rank_(rank) {
+        : p_(p), cache_(cache), smem_(smem), orders_(orders), histogram_(histograms),
+          received_(histograms + DigitHistogram::kWords), cluster_(p.cluster), rank_(rank) {
         share_ = decode_share(cache.keys, cluster_);
         begin_ = min(rank * share_, cache.keys);
         keys_ = min(share_, cache.keys - begin_);
         segment_ = decode_segment(share_, kWarps);
+    }
+
+    // Starts to bring this CTA's biases to L2, where they are contiguous. One thread calls.
+    __device__ void prefetch() const {
+        if ((!kPlain && !p_.has_vector_bias) || p_.block_table != nullptr) return;
+        is_float() ? prefetch_biases<DataType::kFloat32>() : prefetch_biases<kHalf>();
     }
 
     // Selects, and writes the keys of this CTA's splits to `list`. Returns the number of selected keys in all CTAs. All
@@ -50,7 +52,7 @@ public:
     __device__ int run(int* list, const DecodeSplits& splits) {
         if (threadIdx.x < 2) mbarrier_init(histogram_ready(threadIdx.x), 1);
         if (cluster_ > 1) cluster_arrive_relaxed();  // the others may send their histograms
-        clear_copies();
+        clear_histogram();
         is_float() ? load<DataType::kFloat32>() : load<kHalf>();
         if (cluster_ > 1) cluster_wait();
         int wanted = static_cast<int>(p_.window_size), shift = kHighestDigit * kDigit;
@@ -59,12 +61,12 @@ public:
         while (true) {
             send_histogram(shift / kDigit);
             choose_digit(shift, wanted);
-            if (shift == 0 || (shift == 16 && (!is_float() || threshold_ == 0))) break;
+            if (shift == 0 || (shift == 16 && (!is_float() || (threshold_ | 0xffff) <= masked()))) break;
             shift -= kDigit;
-            clear_copies();
+            clear_histogram();
             count(shift);
         }
-        if (threshold_ != 0) divide_equal(shift / kDigit, wanted);
+        divide_equal(shift / kDigit, wanted);
         compact();
         refuse_nan(found_nan_);
         cluster_barrier();
@@ -77,7 +79,21 @@ public:
     }
 
 private:
+    // The order of the largest bias that masks its key.
+    __device__ uint32_t masked() const {
+        return is_float() ? kMaskedOrder<DataType::kFloat32> : uint32_t{kMaskedOrder<kHalf>} << 16;
+    }
     __device__ bool is_float() const { return !kPlain && p_.bias_cache.dtype == DataType::kFloat32; }
+
+    // This CTA's keys in the cache.
+    __device__ int cached_keys() const { return max(min(keys_, cache_.cached_keys() - begin_), 0); }
+
+    template <DataType kType>
+    __device__ void prefetch_biases() const {
+        using Bits = typename FloatBits<kType>::Bits;
+        const int keys = cached_keys() / kDecodeGroup * kDecodeGroup;
+        if (keys > 0) prefetch_l2(cache_.template cached_row_of<Bits>(p_.bias_cache, begin_), keys * sizeof(Bits));
+    }
 
     template <DataType kType>
     __device__ uint32_t order_at(int at) const {
@@ -89,14 +105,13 @@ private:
     template <DataType kType>
     __device__ void load() {
         using Bits = typename FloatBits<kType>::Bits;
-        const int cached = max(min(keys_, cache_.cached_keys() - begin_), 0);
+        const int cached = cached_keys();
         const int done = kPlain || p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
+        const bool is_paged = p_.block_table != nullptr;
         if (kPlain || p_.has_vector_bias) {
-            load_vectors<kType>(done);
-        } else if (p_.block_table == nullptr) {
-            load_rows<kType, false>(done);
+            is_paged ? load_vectors<kType, true>(done) : load_vectors<kType, false>(done);
         } else {
-            load_rows<kType, true>(done);
+            is_paged ? load_rows<kType, true>(done) : load_rows<kType, false>(done);
         }
 #pragma unroll 1
         for (int at = done + threadIdx.x; at < keys_; at += kThreads) {
@@ -104,7 +119,7 @@ private:
             found_nan_ |= is_nan<kType>(bits);
             const uint32_t order = decode_order<kType>(bits);
             orders_[at] = static_cast<uint16_t>(order >> 16);
-            add_one(bin_of<24>(order));
+            histogram_.add(order >> 24);
         }
 #pragma unroll 1
         for (int at = keys_ + threadIdx.x; at < segment_ * kWarps; at += kThreads) orders_[at] = 0;
@@ -118,8 +133,7 @@ private:
         constexpr int kGroups = 2, kPerWord = 4 / sizeof(Bits);
         const int64_t stride = p_.bias_cache.row_stride;
         const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, begin_);
-        const uint32_t no_bin = lane_no_bin();
-        uint32_t largest_size = 0;
+        uint32_t nans = 0;
 #pragma unroll 1
         for (int first = threadIdx.x; first < keys; first += kGroups * kStep) {
             uint32_t biases[kGroups][kDecodeGroup / kPerWord] = {};
@@ -133,66 +147,70 @@ private:
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
                 uint32_t words[kDecodeGroup / 2];
-                to_high_orders<kType>(biases[g], words, largest_size);
+                to_high_orders<kType>(biases[g], words, nans);
 #pragma unroll
                 for (int i = 0; i < kDecodeGroup; ++i) {
                     const int at = first + (g * kDecodeGroup + i) * kThreads;
                     const uint32_t order = words[i / 2] >> i % 2 * 16;
                     if (at < keys) orders_[at] = static_cast<uint16_t>(order);
-                    add_one(at < keys ? bin_of<8>(order) : no_bin);
+                    histogram_.add(at < keys ? order >> 8 & (kBins - 1) : kBins);
                 }
             }
         }
-        found_nan_ |= Group<kType>::has_nan(largest_size);
+        found_nan_ |= Group<kType>::has_nan(nans);
     }
 
     // The high halves of the orders of eight biases, two in a word.
     template <DataType kType, int kWords>
     __device__ static void to_high_orders(const uint32_t (&biases)[kWords], uint32_t (&words)[kDecodeGroup / 2],
-                                          uint32_t& largest_size) {
+                                          uint32_t& nans) {
         if constexpr (kType == DataType::kFloat32) {
 #pragma unroll
             for (int i = 0; i < kDecodeGroup / 2; ++i) {
                 const uint32_t low = biases[2 * i], high = biases[2 * i + 1];
-                largest_size = max(largest_size, max(low << 1, high << 1) >> 1);
+                Group<kType>::propagate_nan(low, nans);
+                Group<kType>::propagate_nan(high, nans);
                 words[i] = __byte_perm(decode_order<kType>(low), decode_order<kType>(high), 0x7632);
             }
         } else {
             Group<kType> group{{biases[0], biases[1], biases[2], biases[3]}};
-            group.to_orders(largest_size);
+            group.to_orders(nans);
 #pragma unroll
-            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i] - kMaskedOrder<kType> * 0x10001u;
+            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i];
         }
     }
 
     // The first `keys` of this CTA's keys, eight of a thread at a time.
-    template <DataType kType>
+    template <DataType kType, bool kPaged>
     __device__ void load_vectors(int keys) {
         constexpr int kInFlight = 4;
-        uint32_t largest_size = 0;
+        uint32_t nans = 0;
         int at = threadIdx.x * kDecodeGroup;
 #pragma unroll 1
         for (; at + (kInFlight - 1) * kStep < keys; at += kInFlight * kStep)
-            load_groups<kType, kInFlight>(at, largest_size);
+            load_groups<kType, kPaged, kInFlight>(at, nans);
 #pragma unroll 1
-        for (; at < keys; at += kStep) load_groups<kType, 1>(at, largest_size);
-        found_nan_ |= Group<kType>::has_nan(largest_size);
+        for (; at < keys; at += kStep) load_groups<kType, kPaged, 1>(at, nans);
+        found_nan_ |= Group<kType>::has_nan(nans);
     }
 
-    template <DataType kType, int kInFlight>
-    __device__ __forceinline__ void load_groups(int at, uint32_t& largest_size) {
+    template <DataType kType, bool kPaged, int kInFlight>
+    __device__ __forceinline__ void load_groups(int at, uint32_t& nans) {
         using Bits = typename FloatBits<kType>::Bits;
         constexpr int kParts = kDecodeGroup * sizeof(Bits) / 16;
-        const void* from[kInFlight];
+        const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, begin_);
+        const Bits* from[kInFlight];
         uint4 parts[kInFlight][kParts];
 #pragma unroll
-        for (int g = 0; g < kInFlight; ++g)
-            from[g] = cache_.template cached_row_of<Bits>(p_.bias_cache, begin_ + at + g * kStep);
+        for (int g = 0; g < kInFlight; ++g) {
+            const int key = at + g * kStep;
+            from[g] = kPaged ? cache_.template cached_row_of<Bits>(p_.bias_cache, begin_ + key) : begin + key;
+        }
 #pragma unroll
         for (int g = 0; g < kInFlight; ++g)
 #pragma unroll
             for (int part = 0; part < kParts; ++part)
-                parts[g][part] = load_global_16(static_cast<const uint4*>(from[g]) + part);
+                parts[g][part] = load_global_16(reinterpret_cast<const uint4*>(from[g]) + part);
 #pragma unroll
         for (int g = 0; g < kInFlight; ++g) {
             uint32_t biases[kParts * 4], words[kDecodeGroup / 2];
@@ -202,13 +220,10 @@ private:
                 biases[part * 4] = x.x, biases[part * 4 + 1] = x.y, biases[part * 4 + 2] = x.z,
                               biases[part * 4 + 3] = x.w;
             }
-            to_high_orders<kType>(biases, words, largest_size);
+            to_high_orders<kType>(biases, words, nans);
             *reinterpret_cast<uint4*>(orders_ + at + g * kStep) = {words[0], words[1], words[2], words[3]};
 #pragma unroll
-            for (const uint32_t word : words) {
-                add_one(bin_of<8>(word));
-                add_one(bin_of<24>(word));
-            }
+            for (const uint32_t word : words) histogram_.add_two(__byte_perm(word, 0, 0x4341));
         }
     }
 
@@ -216,21 +231,16 @@ private:
     __device__ void count(int shift) {
         const uint32_t limit = threshold_ >> 16;
         if (kPlain || shift == 16) {
-            const uint32_t pair = limit | limit << 16, no_bin = lane_no_bin();
             for_each_group([&](int, const uint32_t (&words)[kScanGroup / 2]) {
 #pragma unroll
-                for (const uint32_t word : words) {
-                    const uint32_t difference = word ^ pair;
-                    add_one((difference & 0xff00) == 0 ? bin_of<0>(word) : no_bin);
-                    add_one((difference & 0xff000000) == 0 ? bin_of<16>(word) : no_bin);
-                }
+                for (const uint32_t word : words) histogram_.add_two(__vminu2(word ^ limit * 0x10001, kBins * 0x10001));
             });
             return;
         }
         for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
             for (uint32_t left = equal_to(words, limit); left != 0; left &= left - 1) {
                 const uint32_t order = order_at<DataType::kFloat32>(at + __ffs(left) - 1);
-                if (shift == 8 || (order ^ threshold_) >> kDigit == 0) add_one(bin_of<0>(order >> shift));
+                histogram_.add(min((order ^ threshold_) >> shift, uint32_t{kBins}));
             }
         });
     }
@@ -251,44 +261,32 @@ private:
         }
     }
 
-    // Bit i: order i >= limit, order i == limit.
+    // Bit i: order i >= limit, which is not 0; order i == limit.
     __device__ __forceinline__ static uint32_t at_least(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
-        uint32_t mask = 0;
-#pragma unroll
-        for (int i = 0; i < kScanGroup; ++i)
-            if ((i % 2 == 0 ? words[i / 2] << 16 : words[i / 2]) >= limit << 16) mask |= 1u << i;
-        return mask;
+        const uint32_t below = (limit - 1) * 0x10001;
+        return nonzero_halves([&](int i) { return __vmaxu2(words[i], below) - below; });
     }
     __device__ __forceinline__ static uint32_t equal_to(const uint32_t (&words)[kScanGroup / 2], uint32_t limit) {
-        const uint32_t pair = limit | limit << 16;
-        uint32_t mask = 0;
+        return nonzero_halves([&](int i) { return words[i] ^ limit * 0x10001; }) ^ ((1u << kScanGroup) - 1);
+    }
+    template <typename Word>
+    __device__ __forceinline__ static uint32_t nonzero_halves(const Word& word) {
+        static_assert(kScanGroup == 16);
+        uint32_t low_and_high = 0;  // bits 2 i and 2 i + 16: the halves of word i
 #pragma unroll
-        for (int i = 0; i < kScanGroup; ++i)
-            if (((words[i / 2] ^ pair) & 0xffffu << i % 2 * 16) == 0) mask |= 1u << i;
-        return mask;
+        for (int i = 0; i < kScanGroup / 2; ++i) low_and_high |= __vminu2(word(i), 0x10001) << 2 * i;
+        return (low_and_high & 0xffff) | low_and_high >> 15;
     }
 
-    // The shared memory address of this lane's copy of a bin: that of the digit at bit kAt of x.
-    template <int kAt>
-    __device__ uint32_t bin_of(uint32_t x) const {
-        constexpr int kBinShift = 6;
-        static_assert(kCopies * 4 == 1 << kBinShift);
-        const uint32_t bin = kAt > kBinShift ? x >> (kAt - kBinShift) : x << (kBinShift - kAt);
-        return smem_address(histograms_) + ((bin & (kBins - 1) << kBinShift) | lane_id() % kCopies * 4);
-    }
-    // Where a lane counts keys that have no bin: ptxas branches around atomics of a condition.
-    __device__ uint32_t lane_no_bin() const { return smem_address(&smem_.no_bin[lane_id()]); }
-    __device__ static void add_one(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
-    __device__ void clear_copies() const {
-        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += kThreads)
-            reinterpret_cast<uint4*>(histograms_)[i] = uint4{};
+    __device__ void clear_histogram() const {
+        histogram_.clear(kThreads);
         __syncthreads();
     }
     __device__ uint32_t histogram_ready(int digit) const { return smem_address(&smem_.histogram_ready[digit % 2]); }
     // The histogram that a CTA has sent. No CTA is more than one digit ahead of another: the memory is reused for the
     // digit after the next.
     __device__ uint32_t* received_histogram(int digit, int cta) const {
-        return histograms_ + kBins * (kCopies + digit % 2 * cluster_ + cta);
+        return received_ + kBins * (digit % 2 * cluster_ + cta);
     }
     __device__ void send_histogram(int digit) const {
         static_assert(kThreads >= kBins);
@@ -296,9 +294,7 @@ private:
         if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(histogram_ready(digit), cluster_ * kBins * 4);
         const int bin = threadIdx.x;
         if (bin >= kBins) return;
-        uint32_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) sum += histograms_[bin * kCopies + (i + bin / 2) % kCopies];
+        const uint32_t sum = histogram_.sum(bin);
         const uint32_t to = smem_address(received_histogram(digit, rank_) + bin);
 #pragma unroll 4
         for (int cta = 0; cta < cluster_; ++cta)
@@ -306,7 +302,7 @@ private:
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
-    // with a larger one off `wanted`. Masked keys have digits 0.
+    // with a larger one off `wanted`. Masked keys have the lowest digits.
     __device__ void choose_digit(int shift, int& wanted) {
         const int digit = shift / kDigit;
         mbarrier_wait(histogram_ready(digit), (kHighestDigit - digit) / 2);
@@ -336,9 +332,14 @@ private:
         wanted -= __shfl_sync(~0u, above, lane);
     }
 
-    // The last `wanted` of the sequence's keys that are equal to threshold_ are selected. Finds how many this CTA
-    // skips. `digit`: the last one.
+    // The last `wanted` of the sequence's keys that are equal to threshold_ are selected, or none where these are
+    // masked. Finds how many this CTA skips. `digit`: the last one.
     __device__ void divide_equal(int digit, int wanted) {
+        if (threshold_ <= masked()) {
+            threshold_ = masked();
+            skipped_ = share_;
+            return;
+        }
         int equal = 0;  // in CTA `lane`
         if (lane_id() < cluster_)
             equal = static_cast<int>(received_histogram(digit, lane_id())[threshold_ >> digit * kDigit & (kBins - 1)]);
@@ -382,8 +383,8 @@ private:
     __device__ void compact() {
         const uint32_t limit = threshold_ >> 16;
         // Orders of at least `lowest` are selected; with `divides` those equal to it are tested further.
-        uint32_t lowest = max(limit, 1);
-        bool divides = is_float() && limit != 0;
+        uint32_t lowest = limit;
+        bool divides = is_float();
         int skipped = skipped_;
         if (is_divided_) {
             const EqualKeys equal = count_equal();
@@ -462,7 +463,8 @@ private:
     const KvCache& cache_;
     DecodeSharedStorage& smem_;
     uint16_t* const orders_;
-    uint32_t* const histograms_;
+    const DigitHistogram histogram_;  // of this CTA
+    uint32_t* const received_;        // the histograms of all CTAs, for even and for odd digits
     const int cluster_, rank_;
     int share_;    // keys of a CTA
     int begin_;    // this CTA's first key

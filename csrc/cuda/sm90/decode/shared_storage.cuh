@@ -14,7 +14,6 @@ constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 struct alignas(128) DecodeSharedStorage {
     uint32_t histogram[kBins];               // of the current digit, summed over the CTAs
     alignas(8) uint64_t histogram_ready[2];  // of even and of odd digits: the CTAs' histograms have arrived
-    uint32_t no_bin[32];                     // counts keys without a bin
     int equal_counts[kDecodeMaxWarps];
     uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
     int segment_starts[kDecodeSegments + 1];
@@ -27,8 +26,10 @@ struct alignas(128) DecodeSharedStorage {
 // output.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
 __host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
-// The selection's histograms: kCopies of this CTA's, and one of each CTA for even and for odd digits.
-__host__ __device__ constexpr int decode_histogram_bytes(int cluster) { return kBins * (kCopies + 2 * cluster) * 4; }
+// The selection's histograms: this CTA's, and one received from each CTA for even and for odd digits.
+__host__ __device__ constexpr int decode_histogram_bytes(int cluster) {
+    return (DigitHistogram::kWords + kBins * 2 * cluster) * 4;
+}
 
 // Offsets in bytes.
 struct DecodeSmemLayout {

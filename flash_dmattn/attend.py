@@ -195,17 +195,21 @@ def is_half(tensor: object) -> bool:
 
 
 def apply_scale_tensor(call: Call) -> None:
-    """Multiplies query by a softmax_scale that is a tensor, which so gets its gradient. Rounds to query's dtype."""
-    query, scale = call.query, call.softmax_scale
-    if isinstance(scale, Tensor):
-        checks.check_scale(scale, query)
-        dtype = accumulation_dtype(query.dtype)
-        rows, per_head = query.to(dtype), (scale if scale.ndim == 0 else scale[:, None]).to(dtype)
-        if torch.is_grad_enabled():  # hidden rows may be NaN: to the gradient of the scale they add 0, not 0 * NaN
-            scaled = torch.where(rows.isfinite(), rows.nan_to_num(0, 0, 0) * per_head, rows * per_head.detach())
-        else:
-            scaled = rows * per_head
-        call.query, call.softmax_scale = scaled.to(query.dtype), 1.0
+    """Multiplies query by a softmax_scale that is a tensor, which so gets its gradient."""
+    if isinstance(call.softmax_scale, Tensor):
+        call.query, call.softmax_scale = scaled_query(call.query, call.softmax_scale), 1.0
+
+
+def scaled_query(query: Tensor, scale: Tensor) -> Tensor:
+    """query multiplied by a softmax_scale () or (H), rounded to query's dtype."""
+    checks.check_scale(scale, query)
+    dtype = accumulation_dtype(query.dtype)
+    rows, per_head = query.to(dtype), (scale if scale.ndim == 0 else scale[:, None]).to(dtype)
+    if torch.is_grad_enabled():  # masked rows may be NaN: to the gradient of the scale they add 0, not 0 * NaN
+        scaled = torch.where(rows.isfinite(), rows.nan_to_num(0, 0, 0) * per_head, rows * per_head.detach())
+    else:
+        scaled = rows * per_head
+    return scaled.to(query.dtype)
 
 
 def kernel_rows(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ from .arguments import (
     require_tensor,
     shape_of,
 )
-from .attend import accumulated, autocast_is_on, is_half, kernels_for
+from .attend import accumulated, autocast_is_on, is_half, kernels_for, scaled_query
 from .biases import cast_bias
 from .ops.conventions import accumulation_dtype, default_scale
 from .sinks import check_sinks
@@ -38,7 +38,7 @@ def flash_dmattn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     window_size: int | None = None,
-    softmax_scale: float | None = None,
+    softmax_scale: float | Tensor | None = None,
     is_causal: bool = True,
     softcap: float = 0.0,
     relative_bias: Tensor | None = None,
@@ -81,7 +81,7 @@ def flash_dmattn_with_kvcache(
         max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence.
         window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
             ties to the later key. Needs bias_cache and is_causal.
-        softmax_scale: by default 1 / sqrt(D).
+        softmax_scale: a number, by default 1 / sqrt(D); or a tensor () or (H), as in `flash_dmattn_func`.
         is_causal: a row sees the keys up to its own, else all of the sequence.
         softcap: 0 for none, else the bound of the capped scores.
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), as in `flash_dmattn_func`; distances are those in the sequence.
@@ -109,8 +109,8 @@ def flash_dmattn_with_kvcache(
     tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     tensors |= {"bias_cache": bias_cache, "bias": bias, "cache_batch_idx": cache_batch_idx, "block_table": block_table}
     tensors |= {"cu_seqlens_q": cu_seqlens_q, "relative_bias": relative_bias, "sinks": sinks}
-    if isinstance(cache_seqlens, Tensor):
-        tensors["cache_seqlens"] = cache_seqlens
+    given = {"cache_seqlens": cache_seqlens, "softmax_scale": softmax_scale}  # tensors or numbers
+    tensors |= {name: x for name, x in given.items() if isinstance(x, Tensor)}
     check_tensors(tensors)
     refuse_transforms(tensors)
     check_query(query, cu_seqlens_q)
@@ -119,6 +119,8 @@ def flash_dmattn_with_kvcache(
         bias = bias if bias is None or bias_cache is None else cast_bias(bias, bias_cache.dtype)
         relative_bias = cast_bias(relative_bias, k_cache.dtype) if is_half(relative_bias) else relative_bias
         sinks = sinks.to(k_cache.dtype) if is_half(sinks) else sinks
+    if isinstance(softmax_scale, Tensor):
+        query, softmax_scale = scaled_query(query, softmax_scale), 1.0
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
     checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity + 1, left, right)")
     if window_size is not None:
@@ -152,7 +154,8 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
         if tensor is None and name not in ("query", "k_cache", "v_cache"):
             continue
         require_tensor(name, tensor)
-        require_device(name, tensor, tensors["query"].device, "query")
+        if name != "softmax_scale":  # a number on the CPU serves every device: checks.check_scale
+            require_device(name, tensor, tensors["query"].device, "query")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "

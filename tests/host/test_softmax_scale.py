@@ -4,7 +4,13 @@ import pytest
 import torch
 from helpers import SLACK, assert_close, inputs, reference
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_kvpacked_func, flash_dmattn_varlen_func
+from flash_dmattn import (
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_varlen_func,
+    flash_dmattn_with_kvcache,
+)
 
 HEADS = 4
 
@@ -67,6 +73,24 @@ def test_masked_rows_may_hold_nan(shape):
         gradients += torch.autograd.grad(out.square().sum(), scale)
     assert gradients[0].abs().sum() > 0
     assert all(torch.allclose(gradient, gradients[0], rtol=1e-12) for gradient in gradients)
+
+
+@pytest.mark.parametrize("shape", [(), (HEADS,)], ids=["number", "per head"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_cache_of_keys_takes_a_tensor(dtype, shape):
+    query, key, value = inputs(2, 3, 40, HEADS, 2, 16, dtype=dtype)
+    scale = torch.rand(shape) + 0.1
+    by_hand = (query.to(torch.promote_types(dtype, torch.float32)) * scale.view(-1, 1)).to(dtype)
+    results = [
+        flash_dmattn_with_kvcache(given, key, value, cache_seqlens=40, softmax_scale=by, return_lse=True)
+        for given, by in ((query, scale), (by_hand, 1.0))
+    ]
+    for x, y in zip(*results):
+        assert torch.equal(x, y)
+    with pytest.raises(ValueError, match="softmax_scale must not require grad"):
+        flash_dmattn_with_kvcache(query, key, value, cache_seqlens=40, softmax_scale=scale.requires_grad_())
+    with pytest.raises(ValueError, match="softmax_scale must be a number, or a tensor .* got shape"):
+        flash_dmattn_with_kvcache(query, key, value, cache_seqlens=40, softmax_scale=torch.ones(HEADS + 1))
 
 
 @pytest.mark.gpu

@@ -140,7 +140,7 @@ def value_of(row: Row | None, figure: str) -> float:
 
 
 def by_workload(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """By workload and dtype."""
+    """Groups the rows by workload and dtype."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.workload, row.dtype), []).append(row)

@@ -22,7 +22,7 @@ struct IndexView {
     bool packed = false;    // variable length: the rows of all sequences are concatenated
 };
 
-// Beside the indices the builders read batch and heads, which are those of the lists, the lengths, cu_seqlens,
+// Besides the indices, the builders read batch and heads, which are those of the lists, the lengths, cu_seqlens,
 // is_causal, and `intervals`: where present, a row sees only the indices that they show.
 struct IndexListsParams : AttentionParams {
     IndexView indices;

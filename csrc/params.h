@@ -75,7 +75,7 @@ struct BiasView : ScoreView {
 };
 
 // A relative position bias: one number for each distance of a key from a row, added to the score after the softcap, or
-// hiding it where it is -inf or the lowest finite number. In the accumulation type, as RowStatView. Entries are
+// masking it where it is -inf or the lowest finite number. In the accumulation type, as RowStatView. Entries are
 // contiguous.
 //
 // One dimension: row i and key j of a sequence of Sq rows and Sk keys read entry R + clamp(j - (i + Sk - Sq), -R, R).

@@ -80,7 +80,7 @@ def measured(name: str, rows: list[Row], directions: list[str]) -> Measured | No
 
 
 def comparisons(rows: Iterable[Row], each_direction: bool = False) -> list[Comparison]:
-    """Of forward and backward together, or of each."""
+    """Compares forward and backward together, or each."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.suite in SUITES:

@@ -122,7 +122,7 @@ def block(code: str) -> str:
 
 
 def members_of(owner: type) -> list[str]:
-    """Of a class, what has a docstring of its own: methods by their signature, properties by their name."""
+    """Documents the members of a class that have a docstring: methods by their signature, properties by their name."""
     texts = []
     inherited = vars(Container) if issubclass(owner, Container) else {}
     for name, member in {**inherited, **vars(owner)}.items():

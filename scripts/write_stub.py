@@ -35,7 +35,7 @@ RESULTS = (
     ("tuple[Tensor, Tensor, Tensor]", YES, "bool"),
     ("Tensor | tuple[Tensor, ...]", "bool | None", "bool"),
 )
-# Of a function without return_attn_probs.
+# The overloads of a function without return_attn_probs.
 RESULTS_OR_LSE = (
     ("Tensor", "", NO),
     ("tuple[Tensor, Tensor]", "", YES),

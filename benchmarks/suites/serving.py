@@ -106,7 +106,7 @@ WORKLOADS = {
 
 
 def least_bytes(problem: Problem) -> int:
-    """Of keys and values in 16 bits."""
+    """The bytes of all keys and values in 16 bits."""
     return 2 * 2 * problem.batch * problem.seqlen_k * problem.kv_heads * problem.head_dim
 
 

@@ -11,7 +11,7 @@ namespace flash_dmattn {
 // bias: ({B|1}, {H|Hkv|1}, Sk) or ({B|1}, {H|Hkv|1}, 1, Sk); for variable length (total_k, {H|Hkv|1}).
 SelectParams select_params(const Tensor& bias, int64_t window_size, int64_t seqlen_q);
 
-// Of fixed length and at most 16 rows: (kv_indices, kv_indptr, kv_row_bits); kv_row_bits is empty for one row.
+// For fixed length and at most 16 rows: (kv_indices, kv_indptr, kv_row_bits); kv_row_bits is empty for one row.
 // seqused_k: int32 (B); keys beyond are neither selected nor read.
 std::tuple<Tensor, Tensor, Tensor> topk_lists(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
                                               const OptionalTensor& seqused_k);

@@ -473,7 +473,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By kernel, bytes of an element and padded head dimension (the smallest that is large enough). Measured on an H200,
+# Keyed by kernel, bytes of an element and padded head dimension (the smallest that is large enough). Measured on an H200,
 # with a dense bias and without a bias; all fit into the 163 KB of shared memory of compute capability 8.0.
 TILES = {
     "forward": {

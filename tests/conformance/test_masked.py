@@ -188,7 +188,7 @@ def test_garbage_in_padding_reaches_nothing(path, dtype, garbage):
 
     tensors = dirty(query, real_rows), dirty(key, real_keys), dirty(value, real_keys)
     ours = run(path.function, tensors, mask, bias, dirty(dout, real_rows), dlse)
-    # Beside garbage, sums are taken in another order.
+    # Next to garbage, sums are taken in another order.
     half = dtype in (torch.bfloat16, torch.float16)
     rounding = {"rtol": 1e-2, "atol": 1e-3} if half else {"rtol": 1e-4, "atol": 1e-5}
     for name, x, y in zip(NAMES, ours, clean):

@@ -111,7 +111,7 @@ def test_a_handler_gets_what_the_compiled_module_reports():
 
 
 def test_keys_of_a_cache_that_are_gathered_are_reported():
-    """Beside what is reported of the kernels that attend to them."""
+    """In addition to what is reported of the kernels that attend to them."""
     lines = reported(
         "flash_dmattn_with_kvcache(rows(1, 40, 4, 128), rows(1, 512, 4, 128), rows(1, 512, 4, 128), cache_seqlens=512, "
         "bias_cache=rows(1, 512, 1, 4)[:, :, 0], window_size=32, relative_bias=rows(1, 4, 1, 9)[:, :, 0])",

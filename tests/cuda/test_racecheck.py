@@ -55,7 +55,7 @@ def tool(name: str) -> str:
 
 
 def kernel_name(signature: str) -> str:
-    """Of "void a::b::kernel<..>(..)" and of "<unnamed>::kernel(..)": kernel."""
+    """Returns "kernel" for "void a::b::kernel<..>(..)" and "<unnamed>::kernel(..)"."""
     name = signature.replace("<unnamed>::", "").split("(")[0].split("<")[0]
     return name.split("::")[-1].split()[-1]
 

@@ -52,7 +52,7 @@ def test_against_brute_force(batch, heads, query_len, key_len, window_size, kind
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "PyTorch"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_long_rows(dtype, is_compiled, monkeypatch):
-    """Of more keys than the kernel converts at once, with and without ties, rising and falling."""
+    """With more keys than the kernel converts at once, with and without ties, rising and falling."""
     if not is_compiled:
         monkeypatch.setattr(ops, "topk_mask", None)
     bias, visible = torch.randn(2, 4, 2, 2500).to(dtype), torch.rand(2, 1, 2, 2500) < 0.7

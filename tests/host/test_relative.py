@@ -80,7 +80,7 @@ def test_kerple():
 
 def test_sandwich():
     heads, dim, seqlen = 3, 8, 40
-    # By the embeddings themselves: position m has sin and cos of m / 10000 ** (2 i / dim).
+    # From the embeddings themselves: position m has sin and cos of m / 10000 ** (2 i / dim).
     angle = torch.arange(seqlen).double()[:, None] / 10000.0 ** (torch.arange(1, dim // 2 + 1) * 2 / dim)
     embedding = torch.cat([angle.sin(), angle.cos()], dim=1)
     expected = (embedding @ embedding.T - dim / 2) * heads / (8 * torch.arange(1, heads + 1)[:, None, None])

@@ -214,7 +214,7 @@ def test_a_nan_row_reaches_only_the_keys_that_it_sees(kind, bias_rows, softcap, 
     hit = hit | torch.ones(300, 300, dtype=torch.bool).tril()[201] if kind == "causal" else hit
     _, _, dq, dk, dv, *dbias = gradients(200)
     _, _, clean_dq, clean_dk, clean_dv, *clean_dbias = gradients(None)
-    # Beside NaN, sums are taken in another order.
+    # Next to NaN, sums are taken in another order.
     rounding = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(dq[:, others], clean_dq[:, others], **rounding)
     for ours, clean in ((dk, clean_dk), (dv, clean_dv)):

@@ -45,7 +45,7 @@ def batched(model, prompts, generation=GREEDY, persistent_manager=False, **optio
 
 
 def one_by_one(model, prompts):
-    """By generate, with eager attention; Doge with flash_dmattn: topk breaks ties of its biases in any order."""
+    """Generates with eager attention; Doge with flash_dmattn, since topk breaks ties of its biases in any order."""
     if model.config.model_type == "doge":
         model = switched(model)
     outs = [model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0].tolist() for prompt in prompts]

@@ -53,7 +53,7 @@ def test_links_resolve(page):
 
 
 def test_the_pictures_of_masks_are_those_of_the_script(tmp_path, monkeypatch):
-    """By name: other versions of matplotlib write other bytes."""
+    """Compares names: other versions of matplotlib write other bytes."""
     pytest.importorskip("matplotlib")
     import draw_masks
 

@@ -173,7 +173,7 @@ void read_biases(const KvCacheParams& params, int64_t max_selected, void* biases
 
 void gather_best_keys(const KvCacheParams& params, const BestKeys& best, cudaStream_t stream) {
     const KvCacheArgs args(params);
-    // Of one sequence; after the last packed one there may be more.
+    // The positions of one sequence; after the last packed one there may be more.
     const int64_t positions = (best.max_selected + params.seqlen_q) * params.kv_heads;
     const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(positions, kKeysOfGatherCta)),
                     static_cast<unsigned>(params.batch + 1));

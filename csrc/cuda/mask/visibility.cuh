@@ -21,7 +21,7 @@ constexpr float kLowest = std::is_same_v<T, half_t>       ? -65504.f
 template <int kMFragments, int kNFragments>
 using VisibleKeys = uint32_t[kMFragments * 2][kNFragments / 4];
 
-// x = -inf where a score is masked. Masks, causality, lengths and hiding key biases take effect only here.
+// x = -inf where a score is masked. Masks, causality, lengths and key biases that mask take effect only here.
 template <int kMFragments, int kNFragments>
 __device__ __forceinline__ void apply_mask(float (&acc)[kMFragments][kNFragments][4],
                                            const VisibleKeys<kMFragments, kNFragments>& visible) {

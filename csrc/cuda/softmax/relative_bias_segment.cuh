@@ -26,7 +26,7 @@ struct alignas(8) RelativeBiasEntries {
         entries[0][i] = entry;
         if (i > 0) entries[1][i - 1] = entry;
     }
-    // By cp.async. The first entry's second copy goes to the padding.
+    // Copies by cp.async. The first entry's second copy goes to the padding.
     __device__ __forceinline__ void copy(int i, const float* from) {
         static_assert(kStride > kMaxEntries);
         const uint32_t to = smem_address(entries[0] + i);

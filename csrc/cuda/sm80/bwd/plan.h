@@ -14,7 +14,7 @@ bool has_short_kernel(const BwdParams& params);
 // small_tiles: for devices with little shared memory.
 template <typename T, int kHeadDim>
 void run_bwd(const BwdArgs& args, bool small_tiles, cudaStream_t stream);
-// Of short sequences (csrc/cuda/sm80/short_bwd/config.h), which have one size of tiles.
+// The backward of short sequences (csrc/cuda/sm80/short_bwd/config.h), which have one size of tiles.
 template <typename T, int kHeadDim>
 void run_short_bwd(const BwdArgs& args, bool small_tiles, cudaStream_t stream);
 // Gathers the keys of params.lists.

@@ -29,7 +29,7 @@ struct ShortBwdTraits {
     using Rows = float[1][kDimN][4];
 };
 
-// Of all batch elements of a CTA, row by row.
+// The rows of all batch elements of a CTA, one after another.
 struct ShortBiasGradient {
     static constexpr int kRows = kShortSeqlen, kCols = kShortSeqlen;
     float data[kRows][kCols];

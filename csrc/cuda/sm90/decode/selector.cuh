@@ -363,7 +363,7 @@ private:
         return refined;
     }
 
-    // Of this CTA's keys equal to threshold_, those in segments before the warp's, and those in its own.
+    // The numbers of keys equal to threshold_ in this CTA's segments before the warp's, and in the warp's own.
     struct EqualKeys {
         int before = 0, own = 0;
     };

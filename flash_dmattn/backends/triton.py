@@ -473,8 +473,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Keyed by kernel, bytes of an element and padded head dimension (the smallest that is large enough). Measured on an H200,
-# with a dense bias and without a bias; all fit into the 163 KB of shared memory of compute capability 8.0.
+# Keyed by kernel, bytes of an element and padded head dimension (the smallest that is large enough). Measured on an
+# H200, with a dense bias and without a bias; all fit into the 163 KB of shared memory of compute capability 8.0.
 TILES = {
     "forward": {
         2: {64: Tile(128, 64, 4, 3), 128: Tile(128, 32, 4, 3), 256: Tile(64, 32, 4, 2)},

@@ -44,9 +44,9 @@ def rand_intervals(*shape, rows, longest=200, device="cpu"):
     return KeyIntervalMask(start, start + torch.randint(-5, longest, shape, dtype=torch.int32, device=device))
 
 
-def hidden_by(hidden, bias, by):
-    """The bias with -inf (by="-inf") or the least finite number of its dtype (by="least") where `hidden` is True."""
-    return bias.masked_fill(hidden, -torch.inf if by == "-inf" else torch.finfo(bias.dtype).min)
+def masked_by(masked, bias, by):
+    """The bias with -inf (by="-inf") or the least finite number of its dtype (by="least") where `masked` is True."""
+    return bias.masked_fill(masked, -torch.inf if by == "-inf" else torch.finfo(bias.dtype).min)
 
 
 def in_float64(bias):

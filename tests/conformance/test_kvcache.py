@@ -100,7 +100,7 @@ def test_dtypes_and_sizes(path, dtype, layout, sizes, window_size):
 
 
 @each_layout
-@pytest.mark.parametrize("by", ["-inf", "least", "ties", "all hidden"])
+@pytest.mark.parametrize("by", ["-inf", "least", "ties", "all masked"])
 @pytest.mark.parametrize("batch", ["decoding", "chunks", "mixed"])
 @on_devices
 def test_masked_keys_and_ties(path, layout, by, batch):
@@ -109,9 +109,9 @@ def test_masked_keys_and_ties(path, layout, by, batch):
         if by == "ties":
             sequence.biases.round_()
         else:
-            hidden = torch.rand(sequence.biases.shape, device=path.device) < (1 if by == "all hidden" else 0.8)
+            masked = torch.rand(sequence.biases.shape, device=path.device) < (1 if by == "all masked" else 0.8)
             value = torch.finfo(sequence.biases.dtype).min if by == "least" else -torch.inf
-            sequence.biases.masked_fill_(hidden, value)
+            sequence.biases.masked_fill_(masked, value)
     for window_size in (None, 3, 30):
         check(sequences, options={"window_size": window_size}, **layout)
 
@@ -124,8 +124,8 @@ def test_masked_keys_and_ties(path, layout, by, batch):
 def test_the_least_float32_bias_masks_beside_every_dtype(path, dtype, layout, batch):
     sequences = sequences_on(path, BATCHES[batch], dtype=dtype, bias_dtype=torch.float32)
     for sequence in sequences:
-        hidden = torch.rand(sequence.biases.shape, device=path.device) < 0.8
-        sequence.biases.masked_fill_(hidden, torch.finfo(torch.float32).min)
+        masked = torch.rand(sequence.biases.shape, device=path.device) < 0.8
+        sequence.biases.masked_fill_(masked, torch.finfo(torch.float32).min)
         sequence.biases[:3] = torch.finfo(torch.float32).min  # rows without visible keys
     for window_size in (None, 3):
         check(sequences, options={"window_size": window_size}, **layout)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import NAMES, hidden_by, run, surrounded
+from helpers import NAMES, masked_by, run, surrounded
 from paths import DTYPES, HALVES, LISTS, both, case, cpu, cuda, on
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func
@@ -45,9 +45,9 @@ def test_rows_that_see_nothing_are_zero(path, rows, keys, dtype):
     for bias_shape in ((1, 4, rows, keys), (2, 2, 1, keys)) if path.on_cuda else ((1, 4, rows, keys),):
         out, lse, dq, *_ = path.check(tensors, mask, path.randn(*bias_shape, dtype=dtype))
         dense = mask.to_dense(rows) if path.mask == "intervals" else mask
-        hidden = ~dense.any(-1)
-        assert hidden[1, 3].all() and (lse[hidden] == -torch.inf).all()
-        assert (out.transpose(1, 2)[hidden] == 0).all() and (dq.transpose(1, 2)[hidden] == 0).all()
+        masked = ~dense.any(-1)
+        assert masked[1, 3].all() and (lse[masked] == -torch.inf).all()
+        assert (out.transpose(1, 2)[masked] == 0).all() and (dq.transpose(1, 2)[masked] == 0).all()
 
 
 CAUSAL_ROWS = [case(path, dtype) for path in both("none") for dtype in dtypes_of(path)]
@@ -88,20 +88,20 @@ def test_a_bias_that_masks_is_a_mask(path, heads, rows, by, dtype):
     head_dim = 64 if path.on_cuda else 8
     tensors = path.inputs(2, query_rows, keys, 4, 2, head_dim, dtype=dtype)
     shape = (*heads, min(rows, query_rows), keys)
-    hidden = path.rand_mask(*shape, visible=0.4)
-    hidden[..., :20] = True
-    hidden[:, :, 3:5] |= shape[2] > 1
-    hidden[:, 1:] |= shape[1] > 1
+    masked = path.rand_mask(*shape, visible=0.4)
+    masked[..., :20] = True
+    masked[:, :, 3:5] |= shape[2] > 1
+    masked[:, 1:] |= shape[1] > 1
     bias, mask = path.randn(*shape, dtype=dtype), path.make_mask(2, 2, query_rows, keys)
-    out, lse, *_, dbias = path.check(tensors, mask, hidden_by(hidden, bias, by))
-    assert (dbias[hidden] == 0).all()
+    out, lse, *_, dbias = path.check(tensors, mask, masked_by(masked, bias, by))
+    assert (dbias[masked] == 0).all()
     if shape[1] > 1:
         assert (lse[:, 4 // shape[1] :] == -torch.inf).all()
     if path.on_cpu and path.mask == "none":
         ones = torch.ones_like(out), torch.ones_like(lse)
-        masked = run(flash_dmattn_func, tensors, ~hidden, bias, *ones)
-        hiding = run(flash_dmattn_func, tensors, None, hidden_by(hidden, bias, by), *ones)
-        assert all(torch.equal(a, b) for a, b in zip(masked, hiding))
+        by_mask = run(flash_dmattn_func, tensors, ~masked, bias, *ones)
+        by_bias = run(flash_dmattn_func, tensors, None, masked_by(masked, bias, by), *ones)
+        assert all(torch.equal(a, b) for a, b in zip(by_mask, by_bias))
 
 
 @on(*both("none", "intervals", *LISTS))

@@ -67,10 +67,10 @@ def test_a_dense_bias_whose_gradient_exceeds_the_l2_cache(causal, mask_shape):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_keys_that_their_bias_masks_may_hold_nan(head_dim):
     tensors = [x.requires_grad_() for x in on_gpu(2, 150, 300, 4, 2, head_dim)]
-    hidden = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
-    hidden[1, :, :, 200:] = True
-    bias = randn(2, 2, 1, 300).masked_fill(hidden, -torch.inf).requires_grad_()
-    garbage = hidden.all(dim=1)[:, 0, :, None, None]
+    masked = torch.rand(2, 2, 1, 300, device="cuda") < 0.3
+    masked[1, :, :, 200:] = True
+    bias = randn(2, 2, 1, 300).masked_fill(masked, -torch.inf).requires_grad_()
+    garbage = masked.all(dim=1)[:, 0, :, None, None]
     poisoned = [tensors[0], *(x.detach().masked_fill(garbage, torch.nan).requires_grad_() for x in tensors[1:])]
     dout = torch.randn_like(tensors[0])
     clean, dirty = (

@@ -55,9 +55,9 @@ def test_packed_query_heads(heads, rows):
 DISTRIBUTIONS = {
     "ties": lambda x: (x * 2).round() / 2,
     "equal": torch.zeros_like,
-    "hidden": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, -torch.inf),
+    "masked": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, -torch.inf),
     "lowest": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, torch.finfo(x.dtype).min),
-    "all hidden": lambda x: torch.full_like(x, -torch.inf),
+    "all masked": lambda x: torch.full_like(x, -torch.inf),
     "near 1": lambda x: 1 + x.abs() * 1e-6,
     "negative": lambda x: -x.abs() * 1e-3,
     "both zeros": lambda x: x * 0,

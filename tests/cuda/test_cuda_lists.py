@@ -141,17 +141,17 @@ def test_masked_keys_in_lists_may_hold_nan(kind):
     """Lists hold keys that their bias masks; NaN surrounds every tensor."""
     query, key, value = on_gpu(2, 200, 500, 4, 2, 64)
     mask, bias = mask_with_common_keys(kind, 200, 500), randn(2, 2, 1, 500)
-    hidden = torch.rand(2, 2, 500, device="cuda") < 0.5
+    masked = torch.rand(2, 2, 500, device="cuda") < 0.5
     if kind == "intervals":
-        mask = KeyIntervalMask(mask.start, mask.end.masked_fill(hidden, -1))
+        mask = KeyIntervalMask(mask.start, mask.end.masked_fill(masked, -1))
     else:
-        mask = mask.expand(2, 2, -1, 500) & ~hidden[:, :, None]
+        mask = mask.expand(2, 2, -1, 500) & ~masked[:, :, None]
     bias[:, :, 0, ::7] = -torch.inf
-    hidden[:, :, ::7] = True
+    masked[:, :, ::7] = True
     lists = KeyLists.build(mask, 200, 500)
     expected = flash_dmattn_func(query, key, value, lists, bias, return_lse=True)
-    hidden = hidden.transpose(1, 2)[..., None]
-    dirty = [surrounded(x) for x in (query, key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan))]
+    masked = masked.transpose(1, 2)[..., None]
+    dirty = [surrounded(x) for x in (query, key.masked_fill(masked, torch.nan), value.masked_fill(masked, torch.nan))]
     ours = flash_dmattn_func(*dirty, lists, surrounded(bias), return_lse=True)
     assert all(torch.equal(x, y) for x, y in zip(ours, expected))
 

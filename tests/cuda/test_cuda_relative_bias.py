@@ -28,9 +28,9 @@ def test_keys_that_the_bias_masks_are_not_read(head_dim, rows, architecture, cau
     query, key, value = on_gpu(2, rows, 4000, 4, 2, head_dim)
     bias = table(301, (-200, 200), (-301, -100), (-90, 0), (-280, -30))
     bias[:, 1, 0] = -torch.inf
-    hidden = 4000 - rows - 301 - 128  # no block with one of these has a key that a row sees
+    masked = 4000 - rows - 301 - 128  # no block with one of these has a key that a row sees
     expected = flash_dmattn_func(query, key, value, relative_bias=bias, is_causal=causal)
-    key[:, :hidden] = value[:, :hidden] = torch.nan
+    key[:, :masked] = value[:, :masked] = torch.nan
     assert torch.equal(flash_dmattn_func(query, key, value, relative_bias=bias, is_causal=causal), expected)
 
 

@@ -17,44 +17,44 @@ pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use"
 KINDS = ["bool", "bool by lists", "keys alone", "bias", "intervals", "intervals by lists", "causal"]
 
 
-def hiding(kind, rows, keys):
+def masking(kind, rows, keys):
     """(mask, bias, options, rows that see nothing (2, rows), keys that no row sees (2, keys))."""
-    hidden_rows = torch.rand(2, rows, device="cuda") < 0.2
-    hidden_keys = torch.rand(2, keys, device="cuda") < 0.2
-    hidden_rows[1, :130] = hidden_keys[0, 120:] = True
+    masked_rows = torch.rand(2, rows, device="cuda") < 0.2
+    masked_keys = torch.rand(2, keys, device="cuda") < 0.2
+    masked_rows[1, :130] = masked_keys[0, 120:] = True
     if kind in ("bool", "bool by lists"):
-        mask = ~hidden_rows[:, None, :, None] & ~hidden_keys[:, None, None, :]
+        mask = ~masked_rows[:, None, :, None] & ~masked_keys[:, None, None, :]
         by_lists = kind == "bool by lists"
         options = {"sparse": "lists"} if by_lists else {}
-        return mask, randn(2, 4, 1 if by_lists else rows, keys), options, hidden_rows, hidden_keys
-    hidden_rows[:] = False
+        return mask, randn(2, 4, 1 if by_lists else rows, keys), options, masked_rows, masked_keys
+    masked_rows[:] = False
     if kind == "keys alone":
-        return ~hidden_keys[:, None, None, :], None, {}, hidden_rows, hidden_keys
+        return ~masked_keys[:, None, None, :], None, {}, masked_rows, masked_keys
     if kind == "bias":
-        bias = randn(2, 1, 1, keys).masked_fill(hidden_keys[:, None, None, :], -torch.inf)
-        return None, bias, {}, hidden_rows, hidden_keys
+        bias = randn(2, 1, 1, keys).masked_fill(masked_keys[:, None, None, :], -torch.inf)
+        return None, bias, {}, masked_rows, masked_keys
     if kind in ("intervals", "intervals by lists"):
         sparse = "tiles" if kind == "intervals" else "lists"
         start = torch.zeros(2, 1, keys, device="cuda", dtype=torch.int32)
-        end = torch.full_like(start, rows).masked_fill(hidden_keys[:, None], -3)
-        return KeyIntervalMask(start, end), randn(2, 2, 1, keys), {"sparse": sparse}, hidden_rows, hidden_keys
-    hidden_rows[:, : rows - keys] = True  # causality with more rows than keys
-    hidden_keys[:] = False
-    return None, randn(2, 4, rows, keys), {"is_causal": True}, hidden_rows, hidden_keys
+        end = torch.full_like(start, rows).masked_fill(masked_keys[:, None], -3)
+        return KeyIntervalMask(start, end), randn(2, 2, 1, keys), {"sparse": sparse}, masked_rows, masked_keys
+    masked_rows[:, : rows - keys] = True  # causality with more rows than keys
+    masked_keys[:] = False
+    return None, randn(2, 4, rows, keys), {"is_causal": True}, masked_rows, masked_keys
 
 
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 128, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_rows_and_keys_may_hold_nan(kind, head_dim, poisoned_allocations):
     rows, keys = (440, 264) if kind == "causal" else (300, 264)
-    mask, bias, options, hidden_rows, hidden_keys = hiding(kind, rows, keys)
+    mask, bias, options, masked_rows, masked_keys = masking(kind, rows, keys)
     query, key, value = on_gpu(2, rows, keys, 4, 2, head_dim)
     dout, dlse = torch.randn_like(query) / 8, torch.randn(2, 4, rows, device="cuda") / 8
 
     def results(fill):
-        of_rows, of_keys = hidden_rows[:, :, None, None], hidden_keys[:, :, None, None]
+        of_rows, of_keys = masked_rows[:, :, None, None], masked_keys[:, :, None, None]
         tensors = [x.masked_fill(of, fill) for x, of in ((query, of_rows), (key, of_keys), (value, of_keys))]
-        filled = dout.masked_fill(of_rows, fill), dlse.masked_fill(hidden_rows[:, None], fill)
+        filled = dout.masked_fill(of_rows, fill), dlse.masked_fill(masked_rows[:, None], fill)
         return run(flash_dmattn_func, tensors, mask, bias, *filled, **options)
 
     clean, dirty = results(0), results(torch.nan)
@@ -62,9 +62,9 @@ def test_masked_rows_and_keys_may_hold_nan(kind, head_dim, poisoned_allocations)
         assert not x.isnan().any(), name
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
     out, lse, dq, dk, dv, *_ = dirty
-    assert (out[hidden_rows] == 0).all() and (dq[hidden_rows] == 0).all()
-    assert (lse.transpose(1, 2)[hidden_rows] == -torch.inf).all()
-    assert (dk[hidden_keys] == 0).all() and (dv[hidden_keys] == 0).all()
+    assert (out[masked_rows] == 0).all() and (dq[masked_rows] == 0).all()
+    assert (lse.transpose(1, 2)[masked_rows] == -torch.inf).all()
+    assert (dk[masked_keys] == 0).all() and (dv[masked_keys] == 0).all()
 
 
 @CAUSAL

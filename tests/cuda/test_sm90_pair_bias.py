@@ -198,8 +198,8 @@ def test_pair_bias_multiplies_no_infinity_of_masked_keys():
     tensors[2] += 64
     dout, dlse = torch.randn_like(tensors[0]) + 64, torch.zeros(20, 4, 200, device="cuda")
 
-    def results(hidden):
-        bias[..., 40] = hidden
+    def results(value):
+        bias[..., 40] = value
         return run(flash_dmattn_func, tensors, mask, bias.clone(), dout, dlse)
 
     for name, high, low in zip(NAMES, results(20), results(-20)):

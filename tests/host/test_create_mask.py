@@ -96,9 +96,9 @@ def test_blocks_are_kept_whole_or_dropped():
     bias = torch.tensor([[[[1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, 1.0]]]])
     mask = create_mask(bias, None, 1, 1, 9, 0, MIN, block_size=4, type="relu")
     assert mask.flatten().tolist() == [True] * 4 + [False] * 4 + [True]
-    hidden = torch.ones(1, 1, 1, 9, dtype=torch.bool)
-    hidden[..., 3] = False
-    mask = create_mask(bias, hidden, 1, 1, 9, 0, MIN, block_size=4, type="relu")
+    masked = torch.ones(1, 1, 1, 9, dtype=torch.bool)
+    masked[..., 3] = False
+    mask = create_mask(bias, masked, 1, 1, 9, 0, MIN, block_size=4, type="relu")
     assert mask.flatten().tolist() == [True] * 3 + [False] * 5 + [True]
 
 

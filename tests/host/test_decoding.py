@@ -36,7 +36,7 @@ BIASES = {
     "constant": torch.zeros_like,
     "rising": lambda b: b.sort(dim=-1).values,
     "falling": lambda b: b.sort(dim=-1, descending=True).values,
-    "hidden": lambda b: b.masked_fill(torch.rand_like(b.float()) < 0.8, -torch.inf),
+    "masked": lambda b: b.masked_fill(torch.rand_like(b.float()) < 0.8, -torch.inf),
     "least": lambda b: b.masked_fill(torch.rand_like(b.float()) < 0.8, torch.finfo(b.dtype).min),
 }
 

@@ -30,9 +30,9 @@ def test_chunks_of_keys(dtype):
     exact = run(flash_dmattn_func, [x.double() for x in tensors], mask, bias.double(), dout, dlse)
     for x, y, z in zip(ours, whole, exact):
         assert x.shape == y.shape and x.dtype == y.dtype and not x.isnan().any()
-        hidden = z == -torch.inf
-        assert torch.equal(x == -torch.inf, hidden)
-        x, y, z = (t.double().masked_fill(hidden, 0) for t in (x, y, z))
+        masked = z == -torch.inf
+        assert torch.equal(x == -torch.inf, masked)
+        x, y, z = (t.double().masked_fill(masked, 0) for t in (x, y, z))
         # The chunks' outputs and gradients are each rounded to dtype before they are added.
         assert (x - z).abs().max() <= 2 * len(CUTS) * (y - z).abs().max() + SLACK[dtype]
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import check, hidden_by, inputs, rand_mask, reference, run
+from helpers import check, inputs, masked_by, rand_mask, reference, run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, ops
@@ -86,11 +86,11 @@ def test_a_row_of_nan_is_nan():
 @pytest.mark.parametrize("by", ["-inf", "least"])
 def test_nan_in_a_row_that_its_bias_masks(bias_shape, by):
     query, key, value = inputs(2, 20, 30, 4, 2, 8)
-    hidden = torch.zeros(bias_shape, dtype=torch.bool)
-    hidden[0, 0, 0] = True
-    bias = hidden_by(hidden, torch.zeros(bias_shape), by)
-    hidden = hidden.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1)
-    query = query.masked_fill(hidden.transpose(1, 2), NAN)
+    masked = torch.zeros(bias_shape, dtype=torch.bool)
+    masked[0, 0, 0] = True
+    bias = masked_by(masked, torch.zeros(bias_shape), by)
+    masked = masked.expand(bias.shape[0], -1, 20, 1).repeat_interleave(4 // bias.shape[1], dim=1)
+    query = query.masked_fill(masked.transpose(1, 2), NAN)
     check((query, key, value), None, bias)
 
 
@@ -100,12 +100,12 @@ def test_nan_in_keys_of_which_the_bias_masks_every_row(bias_shape, by):
     """A batch element that is padding, as a whole or with one of its key/value heads."""
     query, key, value = inputs(2, 20, 30, 4, 2, 8)
     heads = slice(None) if bias_shape[1] == 1 else slice(0, bias_shape[1] // 2)
-    hidden = torch.zeros(bias_shape, dtype=torch.bool)
-    hidden[1, heads] = True
+    masked = torch.zeros(bias_shape, dtype=torch.bool)
+    masked[1, heads] = True
     kv_heads = slice(None) if bias_shape[1] == 1 else 0
     for rows in (key, value):
         rows[1, :, kv_heads] = NAN
-    bias = hidden_by(hidden, torch.randn(bias_shape), by)
+    bias = masked_by(masked, torch.randn(bias_shape), by)
     check((query, key, value), None, bias, relative_bias=torch.randn(1, 2, 7))
     check((query, key, value), rand_mask(2, 2, 20, 30), bias, is_causal=True)
 
@@ -157,11 +157,11 @@ def test_a_bias_that_is_constant_along_the_keys(shape, dtype):
     mask = rand_mask(2, 2, 50, 70)
     out, *_ = check(tensors, mask, bias)
     assert torch.equal(out, flash_dmattn_func(*tensors, mask))
-    hidden = torch.zeros(shape, dtype=torch.bool)
-    hidden.view(-1)[0] = True
+    masked = torch.zeros(shape, dtype=torch.bool)
+    masked.view(-1)[0] = True
     for by in ("-inf", "least"):
-        *_, dbias = check(tensors, None, hidden_by(hidden, bias, by))
-        assert (dbias[hidden] == 0).all()
+        *_, dbias = check(tensors, None, masked_by(masked, bias, by))
+        assert (dbias[masked] == 0).all()
 
 
 def test_a_bias_that_is_constant_along_the_keys_gets_no_gradient_from_out():
@@ -197,8 +197,8 @@ def test_a_nan_row_reaches_only_the_keys_that_it_sees(kind, bias_rows, softcap, 
     hit = torch.ones(300, 300, dtype=torch.bool).tril()[200] if kind == "causal" else visible[200]
     bias = None if bias_rows is None else torch.randn(1, 1, bias_rows, 300)
     if kind == "bias":
-        hidden = torch.zeros(1, 1, 300, 300).masked_fill(~visible, -torch.inf)
-        bias = hidden if bias is None else bias + hidden
+        masked = torch.zeros(1, 1, 300, 300).masked_fill(~visible, -torch.inf)
+        bias = masked if bias is None else bias + masked
     options = {"is_causal": kind == "causal", "softcap": softcap, "sparse": sparse}
     dout, dlse = torch.randn_like(query), torch.randn(1, 2, 300)
 

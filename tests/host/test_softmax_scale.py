@@ -66,8 +66,8 @@ def test_masked_rows_may_hold_nan(shape):
     mask = torch.ones(1, 1, 6, 9, dtype=torch.bool)
     mask[:, :, 2] = False
     gradients = []
-    for hidden in (0.0, torch.nan, torch.inf):
-        query[:, 2] = hidden
+    for fill in (0.0, torch.nan, torch.inf):
+        query[:, 2] = fill
         scale = torch.full(shape, 0.3, dtype=torch.float64, requires_grad=True)
         out = flash_dmattn_func(query, key, value, mask, softmax_scale=scale)
         gradients += torch.autograd.grad(out.square().sum(), scale)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import (
     check,
-    hidden_by,
     inputs,
+    masked_by,
     rand_intervals,
     rand_mask,
     run,
@@ -219,13 +219,13 @@ def test_other_backends_take_the_dense_form(backend):
         function(*tensors, mask, bias, sparse="lists")
 
 
-@pytest.mark.parametrize("hiding", ["-inf", "least"])
+@pytest.mark.parametrize("by", ["-inf", "least"])
 @pytest.mark.parametrize("rows", [1, 130], ids=["key", "dense"])
-def test_a_bias_that_masks_in_other_backends(rows, hiding):
+def test_a_bias_that_masks_in_other_backends(rows, by):
     tensors = inputs(1, 130, 130, 2, 1, 16)
-    hidden = rand_mask(1, 1, rows, 130)
-    hidden[:, :, 5:7] |= rows > 1
-    bias = hidden_by(hidden, torch.randn(1, 1, rows, 130), hiding)
+    masked = rand_mask(1, 1, rows, 130)
+    masked[:, :, 5:7] |= rows > 1
+    bias = masked_by(masked, torch.randn(1, 1, rows, 130), by)
     expected = flash_dmattn_func(*tensors, None, bias, return_lse=True)
     for backend in ("reference", "flex"):
         with torch.no_grad():

@@ -86,9 +86,9 @@ def test_a_key_that_dropped_out_does_not_return_and_one_that_its_bias_masks_is_n
     assert torch.equal(mask.to_dense()[0, 0], torch.tensor([[c == "1" for c in row] for row in rows]))
     least = bias.masked_fill(bias == -torch.inf, torch.finfo(bias.dtype).min)
     assert torch.equal(KeyIntervalMask.topk(least, 2).to_dense(), mask.to_dense())
-    for hiding in (-torch.inf, torch.finfo(bias.dtype).min):
+    for value in (-torch.inf, torch.finfo(bias.dtype).min):
         for window_size in (2, 9):
-            assert not KeyIntervalMask.topk(torch.full((1, 1, 4), hiding), window_size).to_dense().any()
+            assert not KeyIntervalMask.topk(torch.full((1, 1, 4), value), window_size).to_dense().any()
 
 
 def test_a_step_of_decoding():

@@ -225,10 +225,10 @@ def test_forward_mode_is_refused(grad_mode):
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6, 1), (1, 1, 1, 1)], ids=str)
-@pytest.mark.parametrize("hidden", [False, True])
-def test_a_bias_that_the_softmax_does_not_see_gets_zeros(shape, hidden):
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_that_the_softmax_does_not_see_gets_zeros(shape, masked):
     bias = torch.randn(shape, dtype=torch.float64)
-    bias = (bias.index_fill(2, torch.tensor([0]), -torch.inf) if hidden else bias).requires_grad_()
+    bias = (bias.index_fill(2, torch.tensor([0]), -torch.inf) if masked else bias).requires_grad_()
     query, key, value = small()
     flash_dmattn_func(query, key, value, None, bias).sum().backward()
     assert torch.equal(bias.grad, torch.zeros(shape, dtype=torch.float64))

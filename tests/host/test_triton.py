@@ -149,14 +149,14 @@ def test_gradient_of_empty_rows_may_be_nan():
 def test_a_bias_that_masks(rows, dtype, by):
     """A score that the bias masks equals a masked score."""
     tensors = inputs(dtype=dtype)
-    shown, hidden = randn(1, 1, rows, LONGER, dtype=dtype), rand_mask(1, 1, rows, LONGER)
-    hidden[..., 5:6, :] |= rows > 1
-    bias = helpers.hidden_by(hidden, shown, by)
+    unmasked, masked_keys = randn(1, 1, rows, LONGER, dtype=dtype), rand_mask(1, 1, rows, LONGER)
+    masked_keys[..., 5:6, :] |= rows > 1
+    bias = helpers.masked_by(masked_keys, unmasked, by)
     *_, dbias = check(tensors, bias=bias)
-    assert (dbias[hidden] == 0).all()
+    assert (dbias[masked_keys] == 0).all()
     dout = torch.ones_like(tensors[0])
     ours = run(attention, tensors, None, bias, dout, no_dlse(dout))
-    masked = run(attention, tensors, ~hidden, shown, dout, no_dlse(dout))
+    masked = run(attention, tensors, ~masked_keys, unmasked, dout, no_dlse(dout))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, masked))
 
 
@@ -214,21 +214,21 @@ def test_sums_over_many_rows():
     assert (ours <= 1.1 * eager).all(), (ours, eager)
 
 
-@pytest.mark.parametrize("hidden_by", ["key mask", "mask", "key bias", "bias", "causal"])
-def test_masked_keys_may_hold_nan(hidden_by):
-    seqlen_q = LONGER if hidden_by == "causal" else LONG
+@pytest.mark.parametrize("masked_by", ["key mask", "mask", "key bias", "bias", "causal"])
+def test_masked_keys_may_hold_nan(masked_by):
+    seqlen_q = LONGER if masked_by == "causal" else LONG
     query, key, value = inputs(seqlen_q=seqlen_q)
     seen = torch.arange(LONGER, device=DEVICE) < LONG - 3
     mask = bias = None
-    if hidden_by == "causal":
+    if masked_by == "causal":
         mask = seen[None, None, :, None]  # masks the rows that would see NaN keys
-    elif hidden_by.endswith("mask"):
-        mask = seen.expand(1, 1, 1 if hidden_by == "key mask" else LONG, LONGER)
+    elif masked_by.endswith("mask"):
+        mask = seen.expand(1, 1, 1 if masked_by == "key mask" else LONG, LONGER)
     else:
-        bias = randn(1, 1, 1 if hidden_by == "key bias" else LONG, LONGER).masked_fill(~seen, -torch.inf)
+        bias = randn(1, 1, 1 if masked_by == "key bias" else LONG, LONGER).masked_fill(~seen, -torch.inf)
     key[:, ~seen] = torch.nan
     value[:, ~seen] = torch.nan
-    out, _, dq, dk, dv, *_ = check((query, key, value), mask, bias, causal=hidden_by == "causal", softcap=3.0)
+    out, _, dq, dk, dv, *_ = check((query, key, value), mask, bias, causal=masked_by == "causal", softcap=3.0)
     assert (dk[:, ~seen] == 0).all() and (dv[:, ~seen] == 0).all()
 
 

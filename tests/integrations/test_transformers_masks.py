@@ -45,8 +45,8 @@ def test_visible_keys_equal_the_dense_mask(pattern, sizes, padded, gradients):
     real = None
     if padded:
         real = torch.ones(BATCH, kv_length + kv_offset if padded == "beyond" else seen, dtype=torch.bool)
-        hidden = {"left": slice(0, 2), "right": slice(seen - 2, None)}.get(padded, slice(0, 0))
-        real[0, hidden] = False
+        masked = {"left": slice(0, 2), "right": slice(seen - 2, None)}.get(padded, slice(0, 0))
+        real[0, masked] = False
     call = {"batch_size": BATCH, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
     call |= {"kv_offset": kv_offset, "mask_function": PATTERNS[pattern], "attention_mask": real}
     expected = masking_utils.sdpa_mask(**call, allow_is_causal_skip=False).expand(BATCH, 1, q_length, kv_length)
@@ -122,12 +122,12 @@ def test_visible_keys_behave_as_a_bool_tensor():
 @pytest.mark.parametrize("shape", [(2, 1, 9, 11), (1, 4, 9, 11), (2, 1, 1, 11), (2, 4, 9, 14)])
 def test_additive_masks_and_position_biases(shape):
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11, heads=4, kv_heads=2)
-    hidden = ~rand_mask(*shape)
-    hidden[..., 0] = False
-    mask = torch.randn(shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    masked = ~rand_mask(*shape)
+    masked[..., 0] = False
+    mask = torch.randn(shape).masked_fill(masked, torch.finfo(torch.float32).min)
     bias = torch.randn(9, 11, 4).permute(2, 0, 1)[None].requires_grad_()  # as T5's
     leaves = [x.requires_grad_() for x in (*tensors, bias)]
-    for given, added in ((mask, mask), (~hidden, torch.zeros(shape).masked_fill(hidden, -torch.inf))):
+    for given, added in ((mask, mask), (~masked, torch.zeros(shape).masked_fill(masked, -torch.inf))):
         ours, _ = attention(layer, *tensors, given, position_bias=bias, scaling=1.0, softcap=3.0)
         expected = by_softmax(*tensors, added[..., :11] + bias, scaling=1.0, softcap=3.0)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
@@ -169,11 +169,11 @@ def test_layers_share_the_copy_of_a_position_bias():
 
 def test_an_additive_mask_in_another_dtype_masks():
     layer, *tensors = one_call(batch=2, seqlen_q=9, seqlen_k=11)
-    hidden = ~rand_mask(2, 1, 9, 11)
-    hidden[0, 0, 0] = True
-    mask = torch.zeros(2, 1, 9, 11, dtype=torch.bfloat16).masked_fill(hidden, torch.finfo(torch.bfloat16).min)
+    masked = ~rand_mask(2, 1, 9, 11)
+    masked[0, 0, 0] = True
+    mask = torch.zeros(2, 1, 9, 11, dtype=torch.bfloat16).masked_fill(masked, torch.finfo(torch.bfloat16).min)
     out = attention(layer, *tensors, mask)[0]
-    torch.testing.assert_close(out, attention(layer, *tensors, ~hidden)[0])
+    torch.testing.assert_close(out, attention(layer, *tensors, ~masked)[0])
     assert out[0, 0].eq(0).all()
 
 

@@ -125,16 +125,16 @@ def test_nothing_is_expanded():
 def evoformer_inputs(dtype=torch.float64):
     shape = (B, N, ROWS, H, D)
     query, key, value = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
-    hidden = torch.rand(B, N, 1, 1, ROWS) < 0.3
+    masked = torch.rand(B, N, 1, 1, ROWS) < 0.3
     pairs = torch.randn(B, 1, H, ROWS, ROWS).to(dtype).requires_grad_()
-    return query, key, value, hidden, pairs
+    return query, key, value, masked, pairs
 
 
 @pytest.mark.parametrize("least", [-1e9, -torch.inf, MASK_THRESHOLD, torch.finfo(torch.float64).min])
 @pytest.mark.parametrize("with_pairs", [False, True])
 def test_evoformer(with_pairs, least):
-    query, key, value, hidden, pairs = evoformer_inputs()
-    mask_bias = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, least)
+    query, key, value, masked, pairs = evoformer_inputs()
+    mask_bias = torch.zeros(masked.shape, dtype=query.dtype).masked_fill_(masked, least)
     given = [mask_bias, pairs] if with_pairs else [mask_bias, None]
     wanted = as_evoformer(query, key, value, *given)
     leaves = (query, key, value, pairs)[: 4 if with_pairs else 3]
@@ -155,16 +155,16 @@ def test_evoformer_with_pairs_alone():
 
 
 def test_a_mask_bias_alone_may_hold_anything_and_is_trained():
-    query, key, value, hidden, _ = evoformer_inputs()
-    mask_bias = torch.randn(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -1e9).requires_grad_()
+    query, key, value, masked, _ = evoformer_inputs()
+    mask_bias = torch.randn(masked.shape, dtype=query.dtype).masked_fill_(masked, -1e9).requires_grad_()
     ours = DS4Sci_EvoformerAttention(query, key, value, [mask_bias])
     assert_same(ours, as_evoformer(query, key, value, mask_bias, None), (query, key, value, mask_bias))
 
 
 @pytest.mark.parametrize("with_pairs", [False, True])
 def test_evoformer_rows_that_see_nothing(with_pairs):
-    query, key, value, hidden, pairs = evoformer_inputs()
-    mask_bias = torch.zeros(hidden.shape, dtype=query.dtype)
+    query, key, value, masked, pairs = evoformer_inputs()
+    mask_bias = torch.zeros(masked.shape, dtype=query.dtype)
     mask_bias[1, 3] = -1e9
     out = DS4Sci_EvoformerAttention(query, key, value, [mask_bias, pairs if with_pairs else None])
     assert out[1, 3].eq(0).all()
@@ -177,8 +177,8 @@ def test_compiled():
     for outer, n in ((B, N), (3, 4)):
         q, k, v, bias, mask = triangle_inputs(torch.float32, batch=outer, n=n)
         assert_same(compiled(q, k, v, bias, mask), triangle_attention(q, k, v, bias, mask), (q, k, v, bias), 1e-5)
-    query, key, value, hidden, pairs = evoformer_inputs(torch.float32)
-    mask_bias = torch.zeros(hidden.shape).masked_fill_(hidden, -1e9)
+    query, key, value, masked, pairs = evoformer_inputs(torch.float32)
+    mask_bias = torch.zeros(masked.shape).masked_fill_(masked, -1e9)
     for dynamic in (False, True):
         wanted = DS4Sci_EvoformerAttention(query, key, value, [mask_bias, pairs])
         compiled = torch.compile(DS4Sci_EvoformerAttention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -197,8 +197,8 @@ def test_vmap():
     q, k, v, bias, mask = (x.detach() for x in triangle_inputs(torch.float32))
     ours = torch.func.vmap(triangle_attention)(q[:, None], k[:, None], v[:, None], bias[:, None], mask[:, None])
     torch.testing.assert_close(ours[:, 0], triangle_attention(q, k, v, bias, mask))
-    query, key, value, hidden, pairs = (x.detach() for x in evoformer_inputs(torch.float32))
-    mask_bias = torch.zeros(hidden.shape).masked_fill_(hidden, -1e9)
+    query, key, value, masked, pairs = (x.detach() for x in evoformer_inputs(torch.float32))
+    mask_bias = torch.zeros(masked.shape).masked_fill_(masked, -1e9)
     wanted = DS4Sci_EvoformerAttention(query, key, value, [mask_bias, pairs])
 
     def one(query, key, value, mask_bias, pairs):
@@ -376,9 +376,9 @@ def test_on_a_gpu(batch, n, length, head_dim):
 
 @pytest.mark.gpu
 def test_evoformer_on_a_gpu():
-    query, key, value, hidden, pairs = (x.cuda() for x in evoformer_inputs(torch.bfloat16))
+    query, key, value, masked, pairs = (x.cuda() for x in evoformer_inputs(torch.bfloat16))
     leaves = [x.detach().requires_grad_() for x in (query, key, value, pairs)]
-    mask_bias = torch.zeros(hidden.shape, device="cuda", dtype=torch.bfloat16).masked_fill_(hidden, -1e9)
+    mask_bias = torch.zeros(masked.shape, device="cuda", dtype=torch.bfloat16).masked_fill_(masked, -1e9)
     ours = DS4Sci_EvoformerAttention(*leaves[:3], [mask_bias, leaves[3]])
     exact = [x.detach().double().requires_grad_() for x in leaves]
     wanted = as_evoformer(*exact[:3], mask_bias, exact[3])

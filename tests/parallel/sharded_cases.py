@@ -29,7 +29,7 @@ class Case:
     bias: tuple | None = None  # its shape, with "S" for the sequence
     bias_dtype: torch.dtype | None = None
     tied: int = 0  # the number of different biases; 0: all differ
-    hidden: float = 0.0  # the fraction of biases that are -inf
+    masked: float = 0.0  # the fraction of biases that are -inf
     mask: tuple | None = None  # the shape of a bool mask, with "S" for the sequence
     intervals: str | None = None  # of make_intervals
     cu_seqlens: tuple[int, ...] | None = None
@@ -59,7 +59,7 @@ class Case:
             bias = normal(*self.shape(self.bias), dtype=self.bias_dtype or self.dtype)
             if self.tied:
                 bias = (bias * self.tied / 4).round()
-            gone = torch.rand(bias.shape, generator=generator) < self.hidden
+            gone = torch.rand(bias.shape, generator=generator) < self.masked
             bias = bias.masked_fill(gone, -torch.inf)
         if self.mask is not None:
             mask = torch.rand(self.shape(self.mask), generator=generator) < 0.6

@@ -36,11 +36,11 @@ def test_empty_batches_and_shards(two, options):
 def test_a_shard_of_one_row_whose_bias_masks_it(ranks, lengths, heads, kv_heads):
     """Its key is seen by the rows of the other rank."""
     for bias_heads in (1, heads):
-        case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, bias_heads, "S", 1), hidden=0.6)
+        case = Case(lengths, batch=2, heads=heads, kv_heads=kv_heads, bias=(2, bias_heads, "S", 1), masked=0.6)
         check(ranks, case)
 
 
-def hidden_batch_element():
+def masked_batch_element():
     """Whether gradients are finite where a bias per row masks a batch element that holds NaN."""
     rows = [torch.randn(2, 4, 2, 8) for _ in range(3)]
     for x in rows:
@@ -54,7 +54,7 @@ def hidden_batch_element():
 
 
 def test_a_batch_element_that_a_row_bias_masks_may_hold_nan(two):
-    assert two.results(hidden_batch_element) == [True, True]
+    assert two.results(masked_batch_element) == [True, True]
 
 
 @on_two
@@ -90,7 +90,7 @@ def test_intervals_that_end_beyond_32_bits(ranks, problem):
 @pytest.mark.parametrize("fixed_shapes", [True, False])
 def test_window(ranks, even, shape, fixed_shapes):
     options = {"is_causal": True, "window_size": 11, "fixed_shapes": fixed_shapes}
-    check(ranks, Case(lengths_for(ranks, even), hidden=0.2, options=options, **shape))
+    check(ranks, Case(lengths_for(ranks, even), masked=0.2, options=options, **shape))
 
 
 @on_both
@@ -140,7 +140,7 @@ PACKED = {  # by the number of ranks
     [
         {},
         {"options": {"is_causal": True}},
-        {"options": {"is_causal": True, "window_size": 6}, "bias": (1, 2, 1, "S"), "hidden": 0.1},
+        {"options": {"is_causal": True, "window_size": 6}, "bias": (1, 2, 1, "S"), "masked": 0.1},
         {"options": {"is_causal": True, "window_size": 6, "fixed_shapes": False}, "bias": (1, 1, 1, "S"), "tied": 3},
         {"options": {"is_causal": True, "window_size": 6, "fixed_shapes": True}, "bias": (1, 4, 1, "S"), "tied": 3},
         {"options": {"is_causal": True, "window_size": 1000}, "bias": (1, 2, 1, "S")},
@@ -157,10 +157,10 @@ DENSE = [
     {"mask": (1, 1, "S", "S")},
     {"mask": (2, 4, "S", "S"), "bias": (1, 2, "S", "S")},
     {"mask": (2, 2, 1, "S"), "bias": (2, 4, 1, "S")},
-    {"mask": (2, 1, "S", 1), "bias": (1, 1, 1, "S"), "hidden": 0.3},
+    {"mask": (2, 1, "S", 1), "bias": (1, 1, 1, "S"), "masked": 0.3},
     {"bias": (1, 1, "S", "S"), "options": {"softcap": 2.0}},
-    {"bias": (2, 4, "S", "S"), "hidden": 0.3},
-    {"bias": (2, 2, "S", 1), "mask": (1, 4, 1, "S"), "hidden": 0.3},
+    {"bias": (2, 4, "S", "S"), "masked": 0.3},
+    {"bias": (2, 2, "S", 1), "mask": (1, 4, 1, "S"), "masked": 0.3},
     {"bias": (1, 1, 1, 1)},
 ]
 

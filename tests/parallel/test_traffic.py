@@ -47,10 +47,10 @@ def check_topk_keys(device):
     from flash_dmattn.parallel.topk import topk_keys
 
     generator = torch.Generator().manual_seed(0)
-    for hidden, tied in ((0.0, 0), (0.3, 0), (0.0, 4), (0.97, 4)):
+    for masked, tied in ((0.0, 0), (0.3, 0), (0.0, 4), (0.97, 4)):
         bias = torch.randn(2, 3, 700, generator=generator)
         bias = (bias * tied).round() if tied else bias
-        bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < hidden, -torch.inf)
+        bias = bias.masked_fill(torch.rand(bias.shape, generator=generator) < masked, -torch.inf)
         for count in (0, 1, 64, 100, 699):
             keys, is_one = (x.cpu() for x in topk_keys(bias.to(device), count))
             assert keys.shape == is_one.shape == (2, 3, count) and keys.dtype == torch.int64

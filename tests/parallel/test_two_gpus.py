@@ -11,7 +11,7 @@ pytestmark = pytest.mark.xdist_group("ranks")  # the processes are started by on
 
 
 ON_GPUS = [
-    {"bias": (2, 2, 1, "S"), "hidden": 0.1, "options": {"is_causal": True, "window_size": 300}},
+    {"bias": (2, 2, 1, "S"), "masked": 0.1, "options": {"is_causal": True, "window_size": 300}},
     {"bias": (2, 2, 1, "S"), "options": {"is_causal": True, "window_size": 300, "fixed_shapes": False}},
     {"bias": (1, 4, 1, "S"), "tied": 3, "options": {"is_causal": True, "window_size": 100}},
     {"bias": (2, 2, 1, "S"), "options": {"is_causal": True, "window_size": 100, "deterministic": True}},

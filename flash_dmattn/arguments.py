@@ -102,7 +102,7 @@ def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k
     length = require_count("cache_seqlens", cache_seqlens, accepted)
     if isinstance(length, int) and length > INT32_MAX:
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
-    if seqlen_k is not None and length > seqlen_k:
+    if seqlen_k is not None and statically_true(length > seqlen_k):
         raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the keys of key, got {length}")
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
@@ -170,7 +170,7 @@ def assert_later(is_valid: Tensor, message: str) -> None:
 
 def statically_true(condition: bool) -> bool:
     """Whether a condition on lengths is known to hold. Adds no guard to a traced graph whose lengths may go either way:
-    for decisions that affect only the speed."""
+    for early errors and for decisions that affect only the speed."""
     if isinstance(condition, bool) and not torch.compiler.is_compiling():
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import

@@ -30,8 +30,9 @@ def attend(backend: ModuleType, call: Call) -> Tensor | tuple[Tensor, ...]:
     checks.check_options(call)
     autocast(call)
     mask = call.attn_mask = as_mask(call.attn_mask)
-    if call.cache_seqlens is not None and call.query.ndim > 0 and call.key.ndim > 1:
-        call.cache_seqlens = lengths_of(call.cache_seqlens, call.query.shape[0], call.query.device, call.key.shape[1])
+    if call.cache_seqlens is not None and call.query.ndim > 0:
+        seqlen_k = call.key.shape[1] if is_strided_rows(call.key) else None
+        call.cache_seqlens = lengths_of(call.cache_seqlens, call.query.shape[0], call.query.device, seqlen_k)
     checks.check_call(backend, call)
     apply_scale_tensor(call)
     make_lengths_contiguous(call)
@@ -192,6 +193,11 @@ def autocast_dtype(tensor: Tensor) -> torch.dtype:
 
 def is_half(tensor: object) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def is_strided_rows(tensor: object) -> bool:
+    """Whether it has a shape (B, S, H, D); the checks refuse other inputs."""
+    return isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.layout == torch.strided and not tensor.is_nested
 
 
 def apply_scale_tensor(call: Call) -> None:

@@ -116,8 +116,8 @@ def flash_dmattn_func(
             one as far as that is known without a synchronization.
         cache_seqlens: int32 (B), or an int for all: the number of valid keys of each batch element, of the Sk in a
             partly filled cache. Keys beyond are neither selected nor read, and the last query row is aligned with the
-            last valid key. On CUDA only the device reads the values, so that one CUDA graph serves all lengths. For
-            inference: no gradients.
+            last valid key. On CUDA only the device reads the values of a tensor, so that one CUDA graph serves all
+            lengths. For inference: no gradients.
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), float32 or in query's dtype, added to the scores by the distance
             d = j - (i + Sk - Sq) of key j from row i's own key: entry R + clamp(d, -R, R). No Sq x Sk tensor is
             materialized. With cache_seqlens Sk is the number of valid keys. -inf and `finfo.min` mask. Blocks of keys

@@ -58,6 +58,7 @@ DISTRIBUTIONS = {
     "masked": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, -torch.inf),
     "lowest": lambda x: x.masked_fill(torch.rand_like(x, dtype=torch.float32) < 0.9, torch.finfo(x.dtype).min),
     "all masked": lambda x: torch.full_like(x, -torch.inf),
+    "few visible": lambda x: torch.where(x > 3, x, torch.where(x > 0, torch.finfo(x.dtype).min, -torch.inf)),
     "near 1": lambda x: 1 + x.abs() * 1e-6,
     "negative": lambda x: -x.abs() * 1e-3,
     "both zeros": lambda x: x * 0,
@@ -68,11 +69,15 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @each_bias_dtype
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
-def test_distributions(distribution, bias_dtype, invariant):
+@pytest.mark.parametrize("contiguous", ["heads", "keys"])
+def test_distributions(distribution, bias_dtype, invariant, contiguous):
     sequences = sequences_of([600, 9000, 40000], bias_dtype=bias_dtype, head_dim=64)
     for sequence in sequences:
         sequence.biases = distribution(sequence.biases)
-    check(sequences, options={"window_size": WINDOW, "batch_invariant": invariant}, page_size=64)
+    call = make_call(sequences, page_size=64)
+    if contiguous == "keys":
+        call.put_heads_first()
+    check(sequences, call=call, options={"window_size": WINDOW, "batch_invariant": invariant})
 
 
 @each_bias_dtype

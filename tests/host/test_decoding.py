@@ -76,8 +76,26 @@ def test_gradients_of_few_rows(device, seqlen_q, head_dim):
         )
 
 
+def check_lists(bias, window_size, rows):
+    """Compares the lists of few rows with a row-by-row selection."""
+    mask = dense_of_topk(bias, window_size, rows).flatten(0, 1)
+    list_keys, spans, list_rows = ops.topk_lists(bias, window_size, rows, None)
+    for index, (begin, end) in enumerate(spans.flatten(1).T.tolist()):
+        expected = mask[index].any(dim=0).nonzero().flatten().int()
+        size = expected.numel()
+        assert end - begin == -(-size // 64) * 64
+        assert torch.equal(list_keys[begin : begin + size], expected) and (list_keys[begin + size : end] == -1).all()
+        if rows > 1:
+            seen = list_rows[begin : begin + size, :1] >> torch.arange(rows, device=bias.device) & 1
+            assert torch.equal(seen.bool(), mask[index][:, expected.long()].T)
+            assert (list_rows[begin + size : end] == 0).all()
+
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+
+
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@each_dtype
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("keys", [1, 64, 1000, 70_001])
 def test_lists_of_few_rows_are_exact(device, keys, rows, dtype):
@@ -85,19 +103,22 @@ def test_lists_of_few_rows_are_exact(device, keys, rows, dtype):
     bias[0].masked_fill_(torch.rand_like(bias[0].float()) < 0.5, -torch.inf)
     bias[1] = bias[1].round()
     for window_size in (0, 1, 77, 2048):
-        mask = dense_of_topk(bias, window_size, rows).flatten(0, 1)
-        list_keys, spans, list_rows = ops.topk_lists(bias, window_size, rows, None)
-        for index, (begin, end) in enumerate(spans.flatten(1).T.tolist()):
-            expected = mask[index].any(dim=0).nonzero().flatten().int()
-            size = expected.numel()
-            assert end - begin == -(-size // 64) * 64
-            assert (
-                torch.equal(list_keys[begin : begin + size], expected) and (list_keys[begin + size : end] == -1).all()
-            )
-            if rows > 1:
-                seen = list_rows[begin : begin + size, :1] >> torch.arange(rows, device=device) & 1
-                assert torch.equal(seen.bool(), mask[index][:, expected.long()].T)
-                assert (list_rows[begin + size : end] == 0).all()
+        check_lists(bias, window_size, rows)
+
+
+@on_devices
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("keys", [16_384, 16_387, 131_000])
+@pytest.mark.parametrize("visible, lowest", [(0, 0), (10, 0), (10, 100), (0, 100), (3000, 100)])
+def test_lists_of_fewer_visible_keys_than_the_window(device, visible, lowest, keys, rows, dtype):
+    """Biases that mask are finfo.min or -inf: neither is listed, also where the window has room for them."""
+    bias = torch.full((1, 2, 1, keys), -torch.inf, device=device, dtype=dtype)
+    for head in bias[0]:
+        at = torch.randperm(keys, device=device)[: visible + lowest]
+        head[0, at[:visible]] = torch.randn(visible, device=device).to(dtype)
+        head[0, at[visible:]] = torch.finfo(dtype).min
+    check_lists(bias, 2048, rows)
 
 
 @on_devices

@@ -9,8 +9,8 @@ constexpr int kDigit = 8, kBins = 1 << kDigit;
 constexpr int kCopies = 16;  // of the histogram, against contention: high digits take few values
 constexpr int kGroup = 8;    // neighbouring keys of a thread
 
-// A histogram of digits in shared memory, with a bin for keys without a digit: ptxas branches around atomics of a
-// condition.
+// A histogram of digits in shared memory, with a bin for keys without a digit: for a conditional atomic ptxas emits a
+// branch.
 class DigitHistogram {
 public:
     static constexpr int kWords = (kBins + 1) * kCopies;
@@ -68,6 +68,12 @@ struct alignas(16) Group {
             }
         }
     }
+    // Gives all masked keys the order kMaskedOrder.
+    __device__ void clamp_masked() {
+        constexpr uint32_t kMasked = kMaskedOrder<kType>;
+#pragma unroll
+        for (uint32_t& word : words) word = kPerWord == 2 ? __vmaxu2(word, kMasked * 0x10001) : max(word, kMasked);
+    }
     __device__ static bool has_nan(uint32_t nans) {
         if constexpr (kPerWord == 2) return is_nan<kType>(nans & 0xffff) || is_nan<kType>(nans >> 16);
         return is_nan<kType>(nans);
@@ -90,7 +96,7 @@ struct alignas(16) Group {
         }
     }
 
-    // Counts the digit at bit kShift of each order that matches `known` above that digit; below, `known` is 0.
+    // Counts the digit at bit kShift of each order that matches `known` above it. `known` is 0 at that digit and below.
     template <int kShift>
     __device__ void count(const DigitHistogram& histogram, uint32_t known) const {
 #pragma unroll

@@ -48,7 +48,7 @@ __device__ __forceinline__ Entry entry_of(uint32_t rank, int key) {
     return static_cast<Entry>(rank) << 32 | static_cast<uint32_t>(key);
 }
 
-struct RadixSelectSharedStorage {
+struct alignas(16) RadixSelectSharedStorage {
     union {
         uint32_t histogram[DigitHistogram::kWords];
         Entry entries[DigitHistogram::kWords / 2];  // the first row's keys, if they fit
@@ -143,6 +143,7 @@ private:
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             groups_[g].to_orders(nans_);
+            groups_[g].clamp_masked();
             if (stores_) stored(first, g) = groups_[g];
         }
     }

@@ -121,6 +121,7 @@ private:
             orders_[at] = static_cast<uint16_t>(order >> 16);
             histogram_.add(order >> 24);
         }
+        // Positions without a key are below all visible ones: whether they are counted makes no difference.
 #pragma unroll 1
         for (int at = keys_ + threadIdx.x; at < segment_ * kWarps; at += kThreads) orders_[at] = 0;
     }
@@ -302,7 +303,7 @@ private:
     }
 
     // Adds to threshold_ the largest digit such that at least `wanted` keys have it or a larger one, and takes those
-    // with a larger one off `wanted`. Masked keys have the lowest digits.
+    // with a larger one off `wanted`. Masked keys have the lowest orders.
     __device__ void choose_digit(int shift, int& wanted) {
         const int digit = shift / kDigit;
         mbarrier_wait(histogram_ready(digit), (kHighestDigit - digit) / 2);

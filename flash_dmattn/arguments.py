@@ -38,7 +38,7 @@ def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -
 
 def as_tensor_hint(name: str, value: object) -> str:
     """The end of an error for NumPy arrays and sequences in place of tensors."""
-    if isinstance(value, Tensor) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
+    if isinstance(value, (Tensor, int)) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
         return ""
     dtype = ", dtype=torch.int32" if name.startswith(INT32_ARGUMENTS) else ""  # as_tensor makes int64
     return f": pass torch.as_tensor({name}{dtype})"

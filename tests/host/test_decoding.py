@@ -6,7 +6,14 @@ from helpers import inputs, rand_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, ops
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    flash_dmattn_with_kvcache,
+    ops,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -291,6 +298,21 @@ def test_an_int_is_the_length_of_all_caches(device):
             flash_dmattn_func(query, key, value, None, bias, cache_seqlens=given, **options) for given in (77, lengths)
         )
         assert torch.equal(one, each)
+
+
+def test_an_int_length_may_change_in_a_compiled_graph():
+    query, key = torch.randn(2, 1, 2, 16), torch.randn(2, 10, 2, 16)
+
+    def of_func(length):
+        return flash_dmattn_func(query, key, key, cache_seqlens=length)
+
+    def of_cache(length):
+        return flash_dmattn_with_kvcache(query, key, key, cache_seqlens=length)
+
+    for function in (of_func, of_cache):
+        compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")
+        for length in (3, 5, 10):
+            torch.testing.assert_close(compiled(length), function(length))
 
 
 @on_devices

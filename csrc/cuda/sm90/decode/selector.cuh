@@ -2,9 +2,9 @@
 // of a cluster. Each CTA has a contiguous share of the keys, each of its warps a contiguous segment of that.
 //
 // A CTA keeps the high 16 bits of the order-preserving integers of its biases in shared memory. The w-th largest is
-// found digit by digit: every CTA sends its histogram to all CTAs. float32 has two more digits, which only keys that
-// match the first two read, from memory. Then each warp compacts its segment in place to the offsets of
-// its selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
+// found digit by digit: every CTA sends its histogram to all CTAs. float32 has two more digits, for which keys that
+// match the first two are read again from memory. Then each warp compacts its segment in place to the offsets of its
+// selected keys. The selected keys of all segments in order are those of the sequence. Each CTA reads those of its
 // splits (DecodeSplits) through DSMEM, wherever they are.
 #pragma once
 

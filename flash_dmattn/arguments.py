@@ -38,7 +38,9 @@ def require_tensor(name: str, value: object, accepted: str = "a torch.Tensor") -
 
 def as_tensor_hint(name: str, value: object) -> str:
     """The end of an error for NumPy arrays and sequences in place of tensors."""
-    if isinstance(value, (Tensor, int)) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
+    if isinstance(value, (Tensor, int, numbers.Integral)):  # also an int of a traced graph, which has no attributes
+        return ""
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         return ""
     dtype = ", dtype=torch.int32" if name.startswith(INT32_ARGUMENTS) else ""  # as_tensor makes int64
     return f": pass torch.as_tensor({name}{dtype})"
@@ -87,7 +89,7 @@ def require_int(name: str, value: object, accepted: str = "an int") -> int:
 def require_count(name: str, value: object, accepted: str = "an int", hint: str = "") -> int:
     """`require_int`, not negative. hint: the end of the error for a negative value."""
     value = require_int(name, value, accepted)
-    if value < 0:
+    if statically_true(value < 0):
         raise ValueError(f"{name} must not be negative, got {value}{hint}")
     return value
 
@@ -100,7 +102,7 @@ def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k
     if as_tensor_hint("cache_seqlens", cache_seqlens):
         require_tensor("cache_seqlens", cache_seqlens, accepted)
     length = require_count("cache_seqlens", cache_seqlens, accepted)
-    if isinstance(length, int) and length > INT32_MAX:
+    if statically_true(length > INT32_MAX):
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
     if seqlen_k is not None and statically_true(length > seqlen_k):
         raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the keys of key, got {length}")
@@ -128,7 +130,7 @@ def require_dimension(name: str, tensor: Tensor, dim: object) -> int:
 def require_length(name: str, value: object) -> int:
     """A count that the operators take: `require_count` with a bound."""
     value = require_count(name, value)
-    if isinstance(value, int) and value > INT64_MAX:
+    if statically_true(value > INT64_MAX):
         raise ValueError(f"{name} must fit in 64 bits, got {value}")
     return value
 

@@ -13,7 +13,7 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | None = ...,
+    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
     is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
     return_lse: Literal[False] = ..., batch_invariant: bool = ...,
 ) -> Tensor: ...
@@ -23,7 +23,7 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | None = ...,
+    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
     is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
     return_lse: Literal[True], batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -33,7 +33,7 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | None = ...,
+    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
     is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
     return_lse: bool = ..., batch_invariant: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -187,7 +187,8 @@ def window(
             right.
     """
     left, right = (
-        keys if keys is None else require_count(name, keys) for name, keys in (("left", left), ("right", right))
+        keys if keys is None else require_count(name, keys, hint=": pass None for no limit")
+        for name, keys in (("left", left), ("right", right))
     )
     distance = distances(max_distance, device)
     if any(keys is not None and keys >= max_distance for keys in (left, right)):

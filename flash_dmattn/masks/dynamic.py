@@ -70,6 +70,8 @@ def create_mask(
     batch_size, query_len = require_count("batch_size", batch_size), require_count("query_len", query_len)
     key_len, window_size = require_count("key_len", key_len), require_count("window_size", window_size)
     require_number("min_dtype", min_dtype)
+    if not isinstance(min_dtype, int):  # a NumPy float would be compared in its dtype
+        min_dtype = float(min_dtype)
     if not -FLOAT_MAX <= min_dtype <= FLOAT_MAX and min_dtype not in (-math.inf, math.inf):
         raise ValueError(f"min_dtype must fit in a float and not be NaN, got {min_dtype}")
     if block_size is not None:

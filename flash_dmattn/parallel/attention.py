@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +27,15 @@ from .layout import Layout
 from .shards import Shards
 from .topk import plan_for_topk
 
+Function = TypeVar("Function", bound=Callable)
 
-@torch.compiler.disable
+
+def uncompiled(function: Function) -> Function:
+    """`torch.compiler.disable`, which has no types."""
+    return torch.compiler.disable(function)
+
+
+@uncompiled
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,

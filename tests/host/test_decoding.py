@@ -1,5 +1,6 @@
 """Decoding: key selection in the call, and caches that are partly filled."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import inputs, rand_mask
@@ -298,6 +299,13 @@ def test_an_int_is_the_length_of_all_caches(device):
             flash_dmattn_func(query, key, value, None, bias, cache_seqlens=given, **options) for given in (77, lengths)
         )
         assert torch.equal(one, each)
+
+
+def test_a_numpy_int_is_a_length():
+    query, key = torch.randn(2, 1, 2, 16), torch.randn(2, 10, 2, 16)
+    for function in (flash_dmattn_func, flash_dmattn_with_kvcache):
+        ours, expected = (function(query, key, key, cache_seqlens=length) for length in (np.int64(3), 3))
+        assert torch.equal(ours, expected)
 
 
 def test_an_int_length_may_change_in_a_compiled_graph():

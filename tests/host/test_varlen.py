@@ -79,6 +79,19 @@ def test_unpadded_equals_padded():
     torch.testing.assert_close(pad_input(out, indices, 3, 50), padded.masked_fill(~real[..., None, None], 0))
 
 
+def test_unpadded_in_a_compiled_graph():
+    """The longest length is known only when the graph runs."""
+
+    def attention(hidden, real):
+        tokens, indices, cu_seqlens, longest = unpad_input(hidden, real)
+        out = flash_dmattn_varlen_func(tokens, tokens, tokens, None, None, cu_seqlens, cu_seqlens, longest, longest)
+        return pad_input(out, indices, 2, 40)
+
+    hidden, real = torch.randn(2, 40, 4, 8), torch.rand(2, 40) < 0.5
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, real), attention(hidden, real))
+
+
 TOKENS, INDICES = torch.zeros(4, 3), torch.arange(4)
 PADDING_ERRORS = {
     "shapes differ": (

@@ -89,7 +89,7 @@ def require_int(name: str, value: object, accepted: str = "an int") -> int:
 def require_count(name: str, value: object, accepted: str = "an int", hint: str = "") -> int:
     """`require_int`, not negative. hint: the end of the error for a negative value."""
     value = require_int(name, value, accepted)
-    if statically_true(value < 0):
+    if true_if_known(value < 0):
         raise ValueError(f"{name} must not be negative, got {value}{hint}")
     return value
 
@@ -102,7 +102,7 @@ def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k
     if as_tensor_hint("cache_seqlens", cache_seqlens):
         require_tensor("cache_seqlens", cache_seqlens, accepted)
     length = require_count("cache_seqlens", cache_seqlens, accepted)
-    if statically_true(length > INT32_MAX):
+    if true_if_known(length > INT32_MAX):
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
     if seqlen_k is not None and statically_true(length > seqlen_k):
         raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the keys of key, got {length}")
@@ -130,7 +130,7 @@ def require_dimension(name: str, tensor: Tensor, dim: object) -> int:
 def require_length(name: str, value: object) -> int:
     """A count that the operators take: `require_count` with a bound."""
     value = require_count(name, value)
-    if statically_true(value > INT64_MAX):
+    if true_if_known(value > INT64_MAX):
         raise ValueError(f"{name} must fit in 64 bits, got {value}")
     return value
 
@@ -168,6 +168,15 @@ def assert_later(is_valid: Tensor, message: str) -> None:
     if type(is_valid) is not Tensor and hasattr(is_valid, "device_mesh"):
         is_valid = is_valid.to_local()  # the assertion has no sharding rule
     torch._assert_async(is_valid.all(), message)
+
+
+def true_if_known(condition: bool) -> bool:
+    """A condition on lengths. In a traced graph it adds a guard, and is False where only the graph's data decides."""
+    if isinstance(condition, bool) and not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import
+
+    return guard_or_false(condition)
 
 
 def statically_true(condition: bool) -> bool:

@@ -58,8 +58,8 @@ WORKLOADS = {
         Workload("dense causal, B1 H32/8 S65536 D128", 65536, 32, 8, 128, methods=DENSE),
     ],
 }
-# The time of two ranks is compared with one rank that has all rows, with one that has its share, and with the copy of
-# one window.
+# The time of two ranks is compared with one rank that has all rows and with one that has its share; the bytes that they
+# send are compared with those of one window.
 STRONG, WEAK, DENSE_CAUSAL = (WORKLOADS["cuda"][i].name for i in range(3))
 MAX_BYTES = Demand("top-w mask", BOTH, 1.2, figure="sent_over_budget")
 DEMANDS = {

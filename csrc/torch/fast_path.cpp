@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <climits>
 #include <cmath>
 #include <initializer_list>
 #include <limits>
@@ -111,7 +110,7 @@ bool records(const Inputs& in) { return needs_grad(in.query, in.key, in.value, i
 bool read_cache_seqlens(Inputs& in, py::handle given) {
     const int64_t length = count_of(given);
     if (length < 0) return given.is_none() || read_int32(in, given, in.seqused_k);
-    if (length > std::min<int64_t>(in.key.size(1), INT_MAX)) return false;
+    if (length > std::min<int64_t>(in.key.size(1), std::numeric_limits<int32_t>::max())) return false;
     in.seqused_k = at::full({in.query.size(0)}, length, in.query.options().dtype(at::kInt));
     return true;
 }
@@ -252,7 +251,8 @@ py::object fast_path(py::handle query_in, py::handle key_in, py::handle value_in
     if (!read_rows(in, query_in, key_in, value_in, 4) || !read_bias(in, bias_in, {4})) return not_plain;
     if (!read_options(in, softmax_scale, is_causal, softcap, deterministic, return_lse)) return not_plain;
     if (in.bias && in.bias->size(3) == 1 && in.key.size(1) != 1) return not_plain;  // constant along the keys
-    if (!read_cache_seqlens(in, cache_seqlens) || (in.seqused_k && !mask_in.is_none())) return not_plain;
+    if (!cache_seqlens.is_none() && !mask_in.is_none()) return not_plain;
+    if (!read_cache_seqlens(in, cache_seqlens)) return not_plain;
     CallMask mask;
     Limits limits{};
     mask.window_size = count_of(window_size);

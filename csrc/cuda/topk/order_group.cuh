@@ -23,12 +23,11 @@ public:
             reinterpret_cast<uint4*>(copies_)[i] = uint4{};
     }
     __device__ void add(uint32_t bin) const { add_one_at(smem_address(copies_) + (bin * kCopies + copy()) * 4); }
-    // Adds a key for either half of a word.
-    __device__ void add_two(uint32_t bins) const {
-        static_assert(kWords * 4 <= 0x10000, "offsets have 16 bits");
-        const uint32_t offsets = bins * (kCopies * 4) + copy() * (4 * 0x10001), to = smem_address(copies_);
-        add_one_at(to + (offsets & 0xffff));
-        add_one_at(to + (offsets >> 16));
+    // The orders in both halves of a word, by their high bytes.
+    __device__ void add_high_bytes(uint32_t word) const { add_two(__byte_perm(word, 0, 0x4341)); }
+    // The same by their low bytes, of orders with the high byte of `known`, whose low byte is 0.
+    __device__ void add_low_bytes(uint32_t word, uint32_t known) const {
+        add_two(__vminu2(word ^ known * 0x10001, kBins * 0x10001));
     }
     __device__ uint32_t sum(int bin) const {
         uint32_t sum = 0;
@@ -38,6 +37,13 @@ public:
     }
 
 private:
+    // A bin in each half.
+    __device__ void add_two(uint32_t bins) const {
+        static_assert(kWords * 4 <= 0x10000, "offsets have 16 bits");
+        const uint32_t offsets = bins * (kCopies * 4) + copy() * (4 * 0x10001), to = smem_address(copies_);
+        add_one_at(to + (offsets & 0xffff));
+        add_one_at(to + (offsets >> 16));
+    }
     __device__ static uint32_t copy() { return lane_id() % kCopies; }
     __device__ static void add_one_at(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
 
@@ -104,9 +110,9 @@ struct alignas(16) Group {
             if constexpr (kPerWord == 1) {
                 histogram.add(min((word ^ known) >> kShift, uint32_t{kBins}));
             } else if constexpr (kShift == 0) {
-                histogram.add_two(__vminu2(word ^ known * 0x10001, kBins * 0x10001));
+                histogram.add_low_bytes(word, known);
             } else {
-                histogram.add_two(__byte_perm(word, 0, 0x4341));
+                histogram.add_high_bytes(word);
             }
         }
     }

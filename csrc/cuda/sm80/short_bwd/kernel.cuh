@@ -29,7 +29,7 @@ struct ShortBwdTraits {
     using Rows = float[1][kDimN][4];
 };
 
-// The rows of all batch elements of a CTA, one after another.
+// The gradient of the scores, summed over all batch elements of a CTA; row-major.
 struct ShortBiasGradient {
     static constexpr int kRows = kShortSeqlen, kCols = kShortSeqlen;
     float data[kRows][kCols];

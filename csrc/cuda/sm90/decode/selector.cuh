@@ -43,7 +43,7 @@ public:
 
     // Starts to bring this CTA's biases to L2, where they are contiguous. One thread calls.
     __device__ void prefetch() const {
-        if ((!kPlain && !p_.has_vector_bias) || p_.block_table != nullptr) return;
+        if (!reads_vectors() || p_.block_table != nullptr) return;
         is_float() ? prefetch_biases<DataType::kFloat32>() : prefetch_biases<kHalf>();
     }
 
@@ -85,6 +85,8 @@ private:
     }
     __device__ bool is_float() const { return !kPlain && p_.bias_cache.dtype == DataType::kFloat32; }
 
+    // Whether neighbouring biases are read 16 bytes at a time.
+    __device__ bool reads_vectors() const { return kPlain || p_.has_vector_bias; }
     // This CTA's keys in the cache.
     __device__ int cached_keys() const { return max(min(keys_, cache_.cached_keys() - begin_), 0); }
 
@@ -106,9 +108,9 @@ private:
     __device__ void load() {
         using Bits = typename FloatBits<kType>::Bits;
         const int cached = cached_keys();
-        const int done = kPlain || p_.has_vector_bias ? cached / kDecodeGroup * kDecodeGroup : cached;
+        const int done = reads_vectors() ? cached / kDecodeGroup * kDecodeGroup : cached;
         const bool is_paged = p_.block_table != nullptr;
-        if (kPlain || p_.has_vector_bias) {
+        if (reads_vectors()) {
             is_paged ? load_vectors<kType, true>(done) : load_vectors<kType, false>(done);
         } else {
             is_paged ? load_rows<kType, true>(done) : load_rows<kType, false>(done);
@@ -224,7 +226,7 @@ private:
             to_high_orders<kType>(biases, words, nans);
             *reinterpret_cast<uint4*>(orders_ + at + g * kStep) = {words[0], words[1], words[2], words[3]};
 #pragma unroll
-            for (const uint32_t word : words) histogram_.add_two(__byte_perm(word, 0, 0x4341));
+            for (const uint32_t word : words) histogram_.add_high_bytes(word);
         }
     }
 
@@ -234,7 +236,7 @@ private:
         if (kPlain || shift == 16) {
             for_each_group([&](int, const uint32_t (&words)[kScanGroup / 2]) {
 #pragma unroll
-                for (const uint32_t word : words) histogram_.add_two(__vminu2(word ^ limit * 0x10001, kBins * 0x10001));
+                for (const uint32_t word : words) histogram_.add_low_bytes(word, limit);
             });
             return;
         }

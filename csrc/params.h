@@ -142,6 +142,7 @@ struct KeyListsView {
     const int64_t* ends = nullptr;    // [batches, heads, num_m_blocks], multiples of kAlign
     // [capacity, kRows / 32]. Bit i % 32 of word i / 32: row i of the m_block sees the key.
     const uint32_t* rows = nullptr;
+    const void* biases = nullptr;  // [capacity], in the dtype of `bias`, which then has no data of its own; null: in it
     int64_t capacity = 0;
     int64_t batches = 1;           // B, B/n or 1
     int64_t batch_group_size = 1;  // as in ScoreView
@@ -234,7 +235,9 @@ struct AttentionParams {
     int64_t total_k = 0;   // keys of all sequences
     int64_t head_dim = 0;
     const int32_t* cu_seqlens_q = nullptr;  // [B + 1]; null with fixed length
-    const int32_t* cu_seqlens_k = nullptr;  // [B + 1]; null with fixed length
+    // [B + 1]; null with fixed length, and where key lists of all sequences name rows of one cache of seqlen_k rows
+    const int32_t* cu_seqlens_k = nullptr;
+    int64_t skipped_rows = 0;  // forward only, variable length: sequences of at most so many rows are left out
     // [B], forward only, with fixed length: the keys of each sequence in a partly filled cache, clamped to [0,
     // seqlen_k]. Keys beyond may hold anything, and causality aligns to the last used key.
     const int32_t* seqused_k = nullptr;

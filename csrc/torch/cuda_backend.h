@@ -34,6 +34,10 @@ struct GatheredCache {
 // call they do nothing and return nothing. `like`: the cache of keys; `bias_like`: that of biases.
 std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                    const Tensor& bias_like);
+// Attention of rows with a window to the keys that they select, in the cache. Writes the new tokens into the cache,
+// except those of skipped sequences, and p.out and p.lse. Returns GatheredCache::skipped_rows. Where no kernel serves
+// the call it does nothing and returns nothing.
+std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams& params, const Tensor& query, const Tensor& bias_like);
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                   const OptionalTensor& bias_like);
 

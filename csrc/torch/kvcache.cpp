@@ -457,13 +457,32 @@ bool has_rows_that_see(const KvCacheInputs& in, const KvCacheParams& p) {
     return !sees_nothing && p.batch > 0 && p.total_q > 0 && p.heads > 0;
 }
 
-std::optional<ForwardResult> decode(const KvCacheInputs& in, KvCacheParams p) {
+ForwardResult empty_result(const KvCacheInputs& in, const KvCacheParams& p) {
     const auto stats = in.query.options().dtype(at::kFloat);
-    const ForwardResult result{
-        at::empty(in.query.sizes(), in.query.options()),
-        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats)};
+    return {at::empty(in.query.sizes(), in.query.options()),
+            in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats)};
+}
+
+std::optional<ForwardResult> decode(const KvCacheInputs& in, KvCacheParams p) {
+    const ForwardResult result = empty_result(in, p);
     write_to(p, result, in.is_packed());
     if (!decode_kvcache_cuda(p, in.query, false)) return std::nullopt;
+    return result;
+}
+
+// Attention with a window to the selected keys where they are; nothing, and no effect, where kernels do not serve the
+// call.
+std::optional<ForwardResult> attend_in_cache(const KvCacheInputs& in, KvCacheParams p) {
+    if (!in.window_size || !gathers_keys(in, p) || !can_attend_directly(in)) return std::nullopt;
+    const ForwardResult result = empty_result(in, p);
+    write_to(p, result, in.is_packed());
+    KvCacheParams chunks = p;
+    constexpr int64_t kRows = KeyListsView::kRows;
+    if (in.batch_invariant) chunks.seqlen_q = (p.seqlen_q + kRows - 1) / kRows * kRows;
+    const auto skipped_rows = attend_in_cache_cuda(chunks, in.query, *in.bias_cache);
+    if (!skipped_rows) return std::nullopt;
+    if (*skipped_rows > 0)  // also writes their new tokens
+        TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
     return result;
 }
 
@@ -493,6 +512,7 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
         const KvCacheInputs all = packed(in, p.batch);
         return unpack(run(all, params_of(all, p.batch)), p.batch);
     }
+    if (const auto result = attend_in_cache(in, p)) return *result;
     if (in.window_size || in.is_packed()) {
         if (const auto result = attend_by_gathering(in, p)) return *result;
     } else if (gathers_keys(in, p)) {  // all keys are gathered without gaps

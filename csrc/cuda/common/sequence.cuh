@@ -18,6 +18,8 @@ struct Sequence {
         if (p.cu_seqlens_q != nullptr) {
             first_row = p.cu_seqlens_q[b];
             rows = p.cu_seqlens_q[b + 1] - first_row;
+            if (rows <= p.skipped_rows) rows = 0;
+            if (p.cu_seqlens_k == nullptr) return;
             first_key = p.cu_seqlens_k[b];
             keys = p.cu_seqlens_k[b + 1] - first_key;
         } else if (p.seqused_k != nullptr) {

@@ -33,6 +33,14 @@ inline bool can_read_cache(const KvCacheParams& p) {
            (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
 }
 
+// Whether eight neighbouring biases of a page or batch element, from a multiple of 8 on, are adjacent and aligned.
+inline bool has_vector_bias(const KvCacheParams& p) {
+    const KeyBiasView& bias = p.bias_cache;
+    const int64_t vector = bias.dtype == DataType::kFloat32 ? 4 : 8;
+    return bias.row_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
+           bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % 8 == 0;
+}
+
 // Whether kernels can gather keys from the cache: it can be read, and a CTA for each sequence and KV head fits a grid.
 inline bool can_gather(const KvCacheParams& p) {
     constexpr int64_t kMaxGrid = 65535;  // CTAs along y

@@ -12,6 +12,19 @@ struct PrefetchedKey {
     KeyBiasBits bias;
 };
 
+// The biases of the keys of a list, where these have biases of their own, or of the keys of the sequence.
+__device__ __forceinline__ const char* list_bias_data(const AttentionParams& p, const Sequence& s, int head,
+                                                      const KeyList& list) {
+    if (p.lists.biases == nullptr) return bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+    const char* const biases = static_cast<const char*>(p.lists.biases);
+    return biases + (list.keys - p.lists.keys) * (p.bias.dtype == DataType::kFloat32 ? 4 : 2);
+}
+// Loads the bias of the key at `position`, which is keys[at] of its list.
+__device__ __forceinline__ KeyBiasBits load_list_bias(const AttentionParams& p, const char* biases, int at,
+                                                      int position) {
+    return load_key_bias(p.bias, biases, p.lists.biases != nullptr ? at : position * p.bias.col_stride);
+}
+
 // Reads the keys of one list for some rows of its m_block.
 template <typename T, BiasKind kBias>
 class ListReader {
@@ -19,14 +32,14 @@ public:
     __device__ ListReader(const AttentionParams& p, const Sequence& s, int head, int first_row, const KeyList& list,
                           int rows = KeyListsView::kRows)
         : p_(p), s_(s), list_(list), first_row_(first_row), end_row_(first_row + rows) {
-        if (kBias == BiasKind::kKey) bias_ = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+        if (kBias == BiasKind::kKey) bias_ = list_bias_data(p, s, head, list);
     }
 
     __device__ __forceinline__ PrefetchedKey fetch(int at, int position) const {
         PrefetchedKey key{position, {}, {}};
         if (!is_key(position, s_.keys)) return key;
         key.rows = list_.fetch(at, position);
-        if (kBias == BiasKind::kKey) key.bias = load_key_bias(p_.bias, bias_, position * p_.bias.col_stride);
+        if (kBias == BiasKind::kKey) key.bias = load_list_bias(p_, bias_, at, position);
         return key;
     }
 

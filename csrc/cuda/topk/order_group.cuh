@@ -29,6 +29,16 @@ public:
     __device__ void add_low_bytes(uint32_t word, uint32_t known) const {
         add_two(__vminu2(word ^ known * 0x10001, kBins * 0x10001));
     }
+    // The same where another histogram lies behind this one: orders that match `known` are counted here, and of the others
+    // those that match `other` there.
+    __device__ void add_low_bytes(uint32_t word, uint32_t known, uint32_t other) const {
+        const uint32_t here = __vminu2(word ^ known * 0x10001, kBins * 0x10001),
+                       there = __vminu2(word ^ other * 0x10001, kBins * 0x10001);
+        add_two(__vminu2(here, there) + (here >> 8 & 0x10001) * (kBins + 1));
+    }
+    __device__ void add(uint32_t bin, uint32_t bin_of_other) const {
+        add(min(bin, bin_of_other) + (bin < kBins ? 0 : kBins + 1));
+    }
     __device__ uint32_t sum(int bin) const {
         uint32_t sum = 0;
 #pragma unroll
@@ -39,7 +49,7 @@ public:
 private:
     // A bin in each half.
     __device__ void add_two(uint32_t bins) const {
-        static_assert(kWords * 4 <= 0x10000, "offsets have 16 bits");
+        static_assert(2 * kWords * 4 <= 0x10000, "offsets in two histograms have 16 bits");
         const uint32_t offsets = bins * (kCopies * 4) + copy() * (4 * 0x10001), to = smem_address(copies_);
         add_one_at(to + (offsets & 0xffff));
         add_one_at(to + (offsets >> 16));
@@ -49,6 +59,24 @@ private:
 
     uint32_t* const copies_;
 };
+
+// The largest digit such that at least `wanted` keys have this digit or a larger one, and how many have a larger one.
+// totals: keys of each digit. A warp calls.
+struct ChosenDigit {
+    int digit, above;
+};
+__device__ __forceinline__ ChosenDigit choose_largest_digit(const uint32_t* totals, int wanted) {
+    constexpr int kBinsOfLane = kBins / 32;
+    const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
+    int of_lane = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsOfLane; ++i) of_lane += totals[first + i];
+    const int upto = warp_inclusive_sum(of_lane);
+    const int lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
+    int above = __shfl_sync(~0u, upto - of_lane, lane), digit = (32 - lane) * kBinsOfLane - 1;
+    while (above + static_cast<int>(totals[digit]) < wanted) above += totals[digit--];
+    return {digit, above};
+}
 
 // Order-preserving integers of neighbouring biases (order_of), packed as in memory.
 template <DataType kType>
@@ -71,6 +99,19 @@ struct alignas(16) Group {
                 word ^= negative | 0x80008000;
             } else {
                 word = order_of<kType>(word);
+            }
+        }
+    }
+    // Masks the biases from number `first` on, which may be negative.
+    __device__ void mask_from(int first) {
+        constexpr uint32_t kLowest = FloatBits<kType>::kLowest;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            if constexpr (kPerWord == 2) {
+                if (first <= 2 * i) words[i] = kLowest * 0x10001;
+                if (first == 2 * i + 1) words[i] = (words[i] & 0xffff) | kLowest << 16;
+            } else {
+                if (first <= i) words[i] = kLowest;
             }
         }
     }
@@ -117,6 +158,43 @@ struct alignas(16) Group {
         }
     }
 
+    // The same in one of two neighbouring histograms.
+    template <int kShift>
+    __device__ void count(const DigitHistogram& histogram, uint32_t known, uint32_t other) const {
+#pragma unroll
+        for (const uint32_t word : words) {
+            if constexpr (kPerWord == 1) {
+                constexpr uint32_t kNone = kBins;
+                histogram.add(min((word ^ known) >> kShift, kNone), min((word ^ other) >> kShift, kNone));
+            } else if constexpr (kShift == 0) {
+                histogram.add_low_bytes(word, known, other);
+            } else {
+                histogram.add_high_bytes(word);
+            }
+        }
+    }
+
+    // Bit i: order i is above `limit`, which is not 0, or equal to it.
+    struct Bits8 {
+        uint32_t above = 0, equal = 0;
+    };
+    __device__ Bits8 compare(uint32_t limit) const {
+        if constexpr (kPerWord == 2) {
+            const uint32_t below = (limit - 1) * 0x10001;
+            uint32_t found = 0;  // two bits for an order, of the low halves and of the high halves: 1 equal, 2 above
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) found |= __vminu2(__vmaxu2(words[i], below) - below, 0x20002) << 2 * i;
+            const auto interleave = [](uint32_t bits) { return (bits & 0x55) | (bits >> 15 & 0xaa); };
+            return {interleave(found >> 1), interleave(found)};
+        }
+        Bits8 bits;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            bits.above |= words[i] > limit ? 1u << i : 0;
+            bits.equal |= words[i] == limit ? 1u << i : 0;
+        }
+        return bits;
+    }
     // Bit i: order i >= limit.
     __device__ uint32_t at_least(uint32_t limit) const {
         uint32_t mask = 0;

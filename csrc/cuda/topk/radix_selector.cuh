@@ -219,16 +219,7 @@ private:
         }
         __syncthreads();
         if (warp_id() == 0) {
-            constexpr int kBinsOfLane = kBins / 32;
-            const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
-            int of_lane = 0;
-#pragma unroll
-            for (int i = 0; i < kBinsOfLane; ++i) of_lane += smem_.totals[first + i];
-            const int upto = warp_inclusive_sum(of_lane);
-            const int selected_lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
-            int above = __shfl_sync(~0u, upto - of_lane, selected_lane);
-            int digit = (32 - selected_lane) * kBinsOfLane - 1;
-            while (above + static_cast<int>(smem_.totals[digit]) < wanted) above += smem_.totals[digit--];
+            const auto [digit, above] = choose_largest_digit(smem_.totals, wanted);
             int own_above = 0;
             for (int bin = digit + 1 + lane_id(); bin < kBins; bin += 32) own_above += own[bin];
             own_above = __reduce_add_sync(~0u, own_above);

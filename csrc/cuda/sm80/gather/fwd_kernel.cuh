@@ -5,8 +5,7 @@
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
-#include "cuda/mask/key_list.cuh"
-#include "cuda/softmax/scores.cuh"
+#include "cuda/mask/gathered_key.cuh"
 #include "cuda/sm80/fwd/mainloop.cuh"
 
 namespace flash_dmattn::cuda::sm80 {
@@ -58,7 +57,8 @@ public:
             smem.num_n_blocks = smem.list.template count_n_blocks<kKeys>(p, s, query_row(kRows - 1) + 1);
             smem.first_key = key_rows<const T>(p.key, s, kv_head);
             smem.first_value = key_rows<const T>(p.value, s, kv_head);
-            if (kBias != BiasKind::kNone) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
+            if (kBias == BiasKind::kKey) smem.first_bias = list_bias_data(p, s, head, smem.list);
+            if (kBias == BiasKind::kDense) smem.first_bias = bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
         }
         if (threadIdx.x < kRowWarps) {
             const int row = threadIdx.x * kWarpRows, first = query_row(row);
@@ -130,7 +130,7 @@ private:
         if (is_key(key, sequence().keys)) {
             smem_.list.fetch(smem_.visibility_data[threadIdx.x], n_block.current * kKeys + threadIdx.x, key);
             if constexpr (kBias == BiasKind::kKey)
-                key_bias_ = load_key_bias(p_.bias, smem_.first_bias, key * p_.bias.col_stride);
+                key_bias_ = load_list_bias(p_, smem_.first_bias, n_block.current * kKeys + threadIdx.x, key);
         }
         fetch_positions(n_block.current + 1);
     }

@@ -39,13 +39,6 @@ bool serves(const KvCacheParams& p) {
            p.batch * p.kv_heads * kDecodeMaxCluster < INT_MAX / 2 && is_aligned(p.query) && is_aligned(p.out);
 }
 
-bool has_vector_bias(const KvCacheParams& p) {
-    const KeyBiasView& bias = p.bias_cache;
-    const int64_t vector = bias.dtype == DataType::kFloat32 ? 4 : 8;
-    return bias.row_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
-           bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % kDecodeGroup == 0;
-}
-
 // The kernel of a call; without one where none serves it.
 struct DecodePlan {
     DecodeKernel kernel;

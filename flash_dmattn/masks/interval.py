@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import overload
+from dataclasses import FrozenInstanceError
+from typing import NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class KeyIntervalMask(Container, Mask):
     """For each key the half-open interval of query rows that see it: row i sees key j where start_j <= i < end_j.
 
     Causal masks, sliding windows, packed documents, padding and the causal top-k dynamic mask have this form. `a & b`,
-    the scores that both masks allow, has it too. Pass it as attn_mask to `flash_dmattn_func` and its other forms.
+    the scores that both masks allow, has it too. Pass it as attn_mask to `flash_dmattn_func` and its other forms. Its
+    attributes cannot be assigned.
 
     Args:
         start: int32 ({B|1}, {H|Hkv|1}, Sk); for variable length (total_k, {H|Hkv|1}). Rows count from the first row of
@@ -85,8 +87,7 @@ class KeyIntervalMask(Container, Mask):
             rows = require_count("rows", rows)
             if start.ndim == 2:
                 raise ValueError(f"rows is for fixed length, got {rows} with start of shape {shape_of(start)}")
-        self.intervals = torch.stack((start, end))
-        self.keys_per_row, self.unstructured, self.rows = keys_per_row, bool(unstructured), rows
+        self._set(torch.stack((start, end)), keys_per_row, bool(unstructured), rows)
 
     @classmethod
     def _of(
@@ -94,9 +95,20 @@ class KeyIntervalMask(Container, Mask):
     ) -> KeyIntervalMask:
         """The mask of intervals (2, ...): starts and ends in one tensor, as the kernels read them."""
         mask = cls.__new__(cls)
-        mask.intervals = intervals
-        mask.keys_per_row, mask.unstructured, mask.rows = keys_per_row, unstructured, rows
+        mask._set(intervals, keys_per_row, unstructured, rows)
         return mask
+
+    def _set(self, intervals: Tensor, keys_per_row: int | None, unstructured: bool, rows: int | None) -> None:
+        """Sets the attributes. torch.compile of PyTorch 2.11 traces no update of __dict__."""
+        attributes = {"intervals": intervals, "keys_per_row": keys_per_row, "unstructured": unstructured, "rows": rows}
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")  # as a frozen dataclass, such as KeyLists
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     def _require_rows(self, name: str, seqlen_q: int) -> None:
         """Raises ValueError where the intervals are for another number of rows."""

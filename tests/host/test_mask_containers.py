@@ -262,3 +262,24 @@ def test_a_mask_is_an_input_of_an_exported_program():
     file.seek(0)
     program = torch.export.load(file).module()
     assert torch.equal(program(query, key, value, other), flash_dmattn_func(query, key, value, other))
+
+
+@EVERY_KIND
+def test_attributes_are_not_assigned(make):
+    mask = make()
+    for name in vars(mask):
+        with pytest.raises(AttributeError, match=f"cannot assign to field '{name}'"):
+            setattr(mask, name, None)
+        with pytest.raises(AttributeError, match=f"cannot delete field '{name}'"):
+            delattr(mask, name)
+
+
+def test_a_graph_makes_and_returns_masks():
+    def window(seqlen):
+        mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 3)
+        return mask & KeyIntervalMask(mask.start, mask.end, rows=seqlen)
+
+    compiled = torch.compile(lambda x: (x + 1, window(x.shape[0])), fullgraph=True, backend="aot_eager", dynamic=True)
+    for seqlen in (7, 9):
+        mask = compiled(torch.zeros(seqlen))[1]
+        assert repr(mask.copy()) == repr(window(seqlen)) and torch.equal(mask.intervals, window(seqlen).intervals)

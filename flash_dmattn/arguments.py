@@ -212,7 +212,11 @@ def check_cu_seqlens(
         checker.check_cu_seqlens(name, cu_seqlens, reference, whose, count, counted, or_less, longest_name, bound)
 
 
-def check_same_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, name: str = "cu_seqlens") -> None:
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+def check_same_sequences(cu_seqlens_q: object, cu_seqlens_k: object, name: str = "cu_seqlens") -> None:
+    """Raises for offsets of different numbers of sequences. Called before `check_cu_seqlens`, which checks the rest and
+    would name another cause."""
+    require_tensor(f"{name}_q", cu_seqlens_q)
+    require_tensor(f"{name}_k", cu_seqlens_k)
+    if cu_seqlens_q.ndim == cu_seqlens_k.ndim == 1 and cu_seqlens_q.shape != cu_seqlens_k.shape:
         sizes = f"{cu_seqlens_q.shape[0]} and {cu_seqlens_k.shape[0]}"
         raise ValueError(f"{name}_q and {name}_k must both have B + 1 elements, got {sizes}")

@@ -52,6 +52,7 @@ def check_options(call: Call) -> None:
             raise ValueError("scale is the former name of softmax_scale, got both")
         deprecated("the argument scale of upstream's flash-dmattn", "softmax_scale")
         call.softmax_scale, call.scale = call.scale, None
+    refuse_mask_as_bias(call.attn_bias)
     refuse_sliding_window(
         call.window_size,
         "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
@@ -80,6 +81,12 @@ def check_options(call: Call) -> None:
         raise ValueError("sparse='lists' needs attn_mask or window_size, got none")
     if call.sparse == "tiles" and isinstance(call.attn_mask, Mask) and call.attn_mask.needs_lists:
         raise ValueError("sparse='tiles' needs a mask, got attn_mask of KeyLists that were made from indices")
+
+
+def refuse_mask_as_bias(bias: object) -> None:
+    """Raises for a mask that is no tensor in attn_bias's place. csrc/torch/checks.cpp refuses bool tensors."""
+    if isinstance(bias, Mask):
+        raise TypeError(f"attn_bias must be a torch.Tensor, got {type(bias).__name__}: pass a mask as attn_mask")
 
 
 def refuse_sliding_window(window_size: object, instead: str) -> None:
@@ -239,6 +246,8 @@ def check_totals(call: Call, mask: MaskTensors, bias: Tensor | None) -> None:
 def check_relative_bias(call: Call) -> None:
     """relative_bias and grid. Their place in the call is checked here, the tensor in csrc/torch/checks.cpp."""
     bias, grid = call.relative_bias, call.grid
+    if grid is not None and call.varlen is not None:
+        raise ValueError(f"grid is for fixed length, got grid={grid} and cu_seqlens_q")
     if bias is None:
         raise ValueError(f"grid comes with relative_bias ({{B|1}}, {{H|Hkv|1}}, 2h - 1, 2w - 1), got grid={grid} alone")
     require_tensor("relative_bias", bias)
@@ -246,8 +255,6 @@ def check_relative_bias(call: Call) -> None:
         raise ValueError(f"relative_bias of four dimensions comes with grid=(h, w), got shape {shape_of(bias)} alone")
     if grid is not None:
         height, width = call.grid = checked_grid(grid)
-        if call.varlen is not None:
-            raise ValueError(f"grid is for fixed length, got grid={call.grid} and cu_seqlens_q")
         if call.cache_seqlens is not None:
             raise ValueError(f"grid does not support cache_seqlens, got grid={call.grid} and cache_seqlens")
         if bias.ndim != 4 or bias.shape[2:] != (2 * height - 1, 2 * width - 1):

@@ -19,6 +19,8 @@ int64_t dimensions_in(const char* layout) {
     return std::count(text.begin(), text.end(), ',') + 1;
 }
 
+std::string dimensions(int64_t count) { return std::to_string(count) + (count == 1 ? " dimension" : " dimensions"); }
+
 // Sparse, mkldnn and nested tensors have no strides.
 void check_dense(const char* name, const Tensor& tensor) {
     if (tensor.layout() == at::kStrided && !tensor.is_nested()) return;
@@ -28,8 +30,8 @@ void check_dense(const char* name, const Tensor& tensor) {
 
 void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
     check_dense(name, tensor);
-    TORCH_CHECK_VALUE(tensor.dim() == dimensions_in(layout), name, " must have ", dimensions_in(layout), " dimensions ",
-                      layout, ", got shape ", shape_of(tensor));
+    TORCH_CHECK_VALUE(tensor.dim() == dimensions_in(layout), name, " must have ", dimensions(dimensions_in(layout)),
+                      " ", layout, ", got shape ", shape_of(tensor));
 }
 
 // A dimension of a mask or bias: its accepted sizes.
@@ -65,12 +67,13 @@ std::string layout_of(at::ArrayRef<Dimension> accepted) {
                       ", got shape ", shape_of(tensor));
 }
 
-// Checks the dimensions from `first` on.
-void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t first = 0) {
+// Checks the dimensions from `first` on. `hint`: the end of the error for a wrong number of dimensions.
+void check_dimensions(const char* name, const Tensor& tensor, at::ArrayRef<Dimension> accepted, int64_t first = 0,
+                      const std::string& hint = "") {
     const auto count = static_cast<int64_t>(accepted.size());
     if (tensor.dim() - first != count) {
-        TORCH_CHECK_VALUE(false, name, " must have ", count, " dimensions ", layout_of(accepted), ", got shape ",
-                          shape_of(first == 0 ? tensor : tensor[0]));
+        TORCH_CHECK_VALUE(false, name, " must have ", dimensions(count), " ", layout_of(accepted), ", got shape ",
+                          shape_of(first == 0 ? tensor : tensor[0]), hint);
     }
     for (int64_t dim = 0; dim < count; ++dim) {
         const SymInt size = tensor.sym_size(first + dim);
@@ -92,11 +95,23 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
     return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
 }
 
+// What to pass instead of a mask or bias (Sq, Sk) or (B, Sk); empty for other shapes, and where B is Sq.
+std::string four_dimensions_hint(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key) {
+    if (scores.dim() != 2 || scores.sym_size(1) != key.sym_size(1)) return "";
+    const bool is_per_row = scores.sym_size(0) == query.sym_size(1);
+    const bool is_per_batch = scores.sym_size(0) == query.sym_size(0);
+    if (is_per_row == is_per_batch) return "";
+    const std::string given = name;
+    if (is_per_row) return ": pass " + given + "[None, None]";
+    return ": pass " +
+           (scores.scalar_type() == at::kBool ? "KeyIntervalMask.padding(" + given + ")" : given + "[:, None, None]");
+}
+
 void check_scores(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key,
                   std::optional<int64_t> max_seqlen_k) {
     check_dense(name, scores);
     if (!max_seqlen_k) {
-        check_dimensions(name, scores, fixed_dimensions(query, key));
+        check_dimensions(name, scores, fixed_dimensions(query, key), 0, four_dimensions_hint(name, scores, query, key));
     } else {
         TORCH_CHECK_VALUE(scores.dim() == 2 || scores.dim() == 3, name,
                           " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got shape ",
@@ -199,8 +214,11 @@ void check_kernels(const Tensor& query) {
 }
 
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
-    TORCH_CHECK_TYPE(mask.scalar_type() == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask),
-                     mask.is_floating_point() ? ": pass an additive mask as attn_bias" : "");
+    const auto dtype = mask.scalar_type();
+    const char* hint = at::isFloatingType(dtype)  ? ": pass an additive mask as attn_bias"
+                       : at::isComplexType(dtype) ? ""
+                                                  : ": pass attn_mask.bool()";
+    TORCH_CHECK_TYPE(dtype == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask), hint);
     check_scores("attn_mask", mask, query, key, max_seqlen_k);
 }
 
@@ -240,12 +258,11 @@ void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor&
 }
 
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
-    check_scores("attn_bias", bias, query, key, max_seqlen_k);
     const auto dtype = bias.scalar_type();
-    if (dtype == query.scalar_type()) return;
-    const bool or_float = query.scalar_type() != at::kFloat;
-    TORCH_CHECK_TYPE(or_float && dtype == at::kFloat, "attn_bias must be ", dtype_of(query),
-                     or_float ? " or float32" : "", ", got ", dtype_of(bias));
+    TORCH_CHECK_TYPE(dtype == query.scalar_type() || dtype == at::kFloat, "attn_bias must be ", dtype_of(query),
+                     query.scalar_type() == at::kFloat ? "" : " or float32", ", got ", dtype_of(bias),
+                     dtype == at::kBool ? ": pass a mask as attn_mask" : "");
+    check_scores("attn_bias", bias, query, key, max_seqlen_k);
 }
 
 void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const SymInt& batch) {
@@ -332,6 +349,8 @@ void check_cu_seqlens(const CuSeqlens& given) {
 }
 
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+    check_ndim("cu_seqlens_q", cu_seqlens_q, "(B + 1)");
+    check_ndim("cu_seqlens_k", cu_seqlens_k, "(B + 1)");
     TORCH_CHECK_VALUE(cu_seqlens_q.sym_size(0) == cu_seqlens_k.sym_size(0),
                       "cu_seqlens_q and cu_seqlens_k must both have B + 1 elements, got ", cu_seqlens_q.sym_size(0),
                       " and ", cu_seqlens_k.sym_size(0));
@@ -344,9 +363,9 @@ void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) 
         if (!rows.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) total = rows.size(0);
         check_cu_seqlens({name, tensor, &query, "query", total, counted, /*or_less=*/false, longest_name, longest});
     };
+    check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k);
     check("cu_seqlens_q", varlen.cu_seqlens_q, query, "the rows of query", "max_seqlen_q", varlen.max_seqlen_q);
     check("cu_seqlens_k", varlen.cu_seqlens_k, key, "the keys of key", "max_seqlen_k", varlen.max_seqlen_k);
-    check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k);
 }
 
 }  // namespace flash_dmattn

@@ -277,6 +277,7 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
         "cu_seqlens_q and cu_seqlens_k come with a bias (total_k, {H|Hkv|1}), got shape ", shape_of(bias));
     const auto ints = bias.options().dtype(at::kInt);
     if (cu_seqlens_k) {
+        check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
         for (const auto& [tensor, name, total] : {std::tuple(&cu_seqlens_q, "cu_seqlens_q", std::optional<int64_t>()),
                                                   std::tuple(&cu_seqlens_k, "cu_seqlens_k", std::optional(p.keys))}) {
             CuSeqlens given{name, **tensor, &bias, "bias"};
@@ -285,7 +286,6 @@ Tensor topk_intervals(const Tensor& bias, int64_t window_size, int64_t seqlen_q,
             check_cu_seqlens(given);
             check_last_contiguous(**tensor, name);
         }
-        check_same_sequences(*cu_seqlens_q, *cu_seqlens_k);
         p.batches = cu_seqlens_k->numel() - 1;
         p.max_keys = std::min(max_keys.value_or(p.keys), p.keys);
         p.cu_seqlens_q = cu_seqlens_q->const_data_ptr<int32_t>();

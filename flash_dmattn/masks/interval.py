@@ -345,9 +345,9 @@ class KeyIntervalMask(Container, Mask):
         """
         left, right = window_sides(window_size)
         total_k = require_position("total_k", total_k)
+        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, total=(total_k, "the given total_k"), or_less=True)
         check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, cu_seqlens_k, "cu_seqlens_k")
-        check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         sequence = sequence_of_keys(cu_seqlens_k, total_k)
         more_keys = torch.nn.functional.pad((cu_seqlens_k - cu_seqlens_q).diff(), (0, 1))
         position = torch.arange(total_k, dtype=torch.int32, device=cu_seqlens_k.device) - cu_seqlens_k[sequence]
@@ -531,10 +531,10 @@ class KeyIntervalMask(Container, Mask):
             max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
             longest = ("max_seqlen_k", max_seqlen_k)
         total = (bias.shape[0], f"the keys of {name}")
-        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, name, total, longest)
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, name)
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+        check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, name, total, longest)
+        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, bias, name)
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)

@@ -119,9 +119,9 @@ class KeyLists(Container, Mask):
             total_k = (mask.shape[0], "the keys of mask") if dims == 2 else None
             operands = mask.operands()
             reference = (operands.intervals if operands.mask is None else operands.mask, "mask")
+            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
-            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         elif isinstance(mask, KeyIntervalMask):
             mask._require_rows("mask", seqlen_q)
         mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
@@ -182,6 +182,7 @@ class KeyLists(Container, Mask):
             raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of masked keys to -1")
         has_sequences = is_varlen(cu_seqlens_q, cu_seqlens_k)
         if has_sequences:
+            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
         if mask is not None:

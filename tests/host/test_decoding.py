@@ -337,7 +337,7 @@ def test_cache_errors(device):
         call(-1)
     with pytest.raises(TypeError, match="cache_seqlens must be int32, got int64"):
         call(filled.long())
-    with pytest.raises(ValueError, match=r"cache_seqlens must have 1 dimensions \(B\), got shape \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"cache_seqlens must have 1 dimension \(B\), got shape \(1, 2\)"):
         call(filled[None])
     with pytest.raises(ValueError, match="cache_seqlens must have query's batch size 2, got 1"):
         call(filled[:1])

@@ -68,10 +68,66 @@ FIXED = {
         TypeError,
         r"attn_mask must be bool \(True = visible\), got float32: pass an additive mask as attn_bias",
     ),
-    "mask of 2 dimensions": (
+    "int64 mask": (
+        lambda: call(attn_mask=torch.ones(2, 7).long()),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got int64: pass attn_mask.bool\(\)",
+    ),
+    "uint8 mask": (
+        lambda: call(attn_mask=torch.ones(1, 1, 5, 7).byte()),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got uint8: pass attn_mask.bool\(\)",
+    ),
+    "complex mask": (
+        lambda: call(attn_mask=torch.ones(1, 1, 5, 7, dtype=torch.complex64)),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got complex64$",
+    ),
+    "mask (Sq, Sk)": (
         lambda: call(attn_mask=torch.ones(5, 7, dtype=torch.bool)),
         ValueError,
-        r"attn_mask must have 4 dimensions \({B\|B/n\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\)",
+        r"attn_mask must have 4 dimensions \({B\|B/n\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\): pass "
+        r"attn_mask\[None, None\]$",
+    ),
+    "mask (B, Sk)": (
+        lambda: call(attn_mask=torch.ones(2, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions .*, got shape \(2, 7\): pass KeyIntervalMask.padding\(attn_mask\)$",
+    ),
+    "mask (B, Sk) where B is Sq": (
+        lambda: call(Q[:, :2], attn_mask=torch.ones(2, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions .*, got shape \(2, 7\)$",
+    ),
+    "mask of 2 dimensions": (
+        lambda: call(attn_mask=torch.ones(5, 6, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions .*, got shape \(5, 6\)$",
+    ),
+    "bias (Sq, Sk)": (
+        lambda: call(attn_bias=torch.zeros(5, 7)),
+        ValueError,
+        r"attn_bias must have 4 dimensions .*, got shape \(5, 7\): pass attn_bias\[None, None\]$",
+    ),
+    "bias (B, Sk)": (
+        lambda: call(attn_bias=torch.zeros(2, 7)),
+        ValueError,
+        r"attn_bias must have 4 dimensions .*, got shape \(2, 7\): pass attn_bias\[:, None, None\]$",
+    ),
+    "bool mask as attn_bias": (
+        lambda: call(Q, K, V, None, torch.ones(2, 7, dtype=torch.bool)),
+        TypeError,
+        "attn_bias must be float32, got bool: pass a mask as attn_mask",
+    ),
+    "intervals as attn_bias": (
+        lambda: call(Q, K, V, None, KeyIntervalMask.causal(5, 7)),
+        TypeError,
+        "attn_bias must be a torch.Tensor, got KeyIntervalMask: pass a mask as attn_mask",
+    ),
+    "lists as attn_bias": (
+        lambda: call(Q, K, V, None, KeyLists.build(KeyIntervalMask.causal(5, 7), 5)),
+        TypeError,
+        "attn_bias must be a torch.Tensor, got KeyLists: pass a mask as attn_mask",
     ),
     "mask of the wrong heads": (
         lambda: call(attn_mask=torch.ones(1, 3, 5, 7, dtype=torch.bool)),
@@ -459,15 +515,15 @@ VARLEN = {
     "cu_seqlens of 2 dimensions": (
         lambda: varlen(cu_q=CU[None]),
         ValueError,
-        r"cu_seqlens_q must have 1 dimensions \(B \+ 1\), got shape \(1, 3\)",
+        r"cu_seqlens_q must have 1 dimension \(B \+ 1\), got shape \(1, 3\)",
     ),
     "no cu_seqlens": (
-        lambda: varlen(cu_q=CU[:0]),
+        lambda: varlen(cu_q=CU[:0], cu_k=CU[:0]),
         ValueError,
         r"cu_seqlens_q must have B \+ 1 elements, at least 1, got 0",
     ),
     "cu_seqlens that end early": (
-        lambda: varlen(cu_q=CU[:2]),
+        lambda: varlen(cu_q=CU[:2], cu_k=CU[:2]),
         ValueError,
         r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got \[0, 2\]",
     ),
@@ -477,9 +533,34 @@ VARLEN = {
         r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got \[0, 6, 5\]",
     ),
     "batch sizes differ": (
-        lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32), max_k=5),
+        lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32)),
         ValueError,
         r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
+    ),
+    "batch sizes of lists differ": (
+        lambda: KeyLists.build(torch.ones(5, 1).bool(), 3, 3, cu_seqlens_q=CU[[0, 2]], cu_seqlens_k=CU),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 2 and 3",
+    ),
+    "batch sizes of indices differ": (
+        lambda: KeyLists.from_indices(torch.zeros(5, 1, 2).int(), 3, 3, cu_seqlens_q=CU, cu_seqlens_k=CU[[0, 2]]),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
+    ),
+    "batch sizes of a selection differ": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, CU[[0, 2]], CU, 3),
+        ValueError,
+        r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
+    ),
+    "grid without relative_bias": (
+        lambda: flash_dmattn_varlen_func(ROWS, ROWS, ROWS, None, None, CU, CU, 3, 3, grid=(1, 5)),
+        ValueError,
+        r"grid is for fixed length, got grid=\(1, 5\) and cu_seqlens_q",
+    ),
+    "bool mask as attn_bias": (
+        lambda: varlen(bias=torch.ones(5, 1, dtype=torch.bool)),
+        TypeError,
+        "attn_bias must be float32, got bool: pass a mask as attn_mask",
     ),
     "max_seqlen too short": (
         lambda: varlen(max_q=2),

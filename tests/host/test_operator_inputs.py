@@ -104,7 +104,7 @@ VARIABLE = {
         ValueError,
         "cu_seqlens_k must be non-decreasing from 0 to 28",
     ),
-    "offsets of 3 sequences": ({"cu_seqlens_k": ints(4)}, ValueError, "cu_seqlens_k must be non-decreasing from 0"),
+    "offsets of 3 sequences": ({"cu_seqlens_k": ints(4)}, ValueError, r"must both have B \+ 1 elements, got 5 and 4"),
     "offsets of 64 bits": ({"cu_seqlens_k": CU_K.long()}, TypeError, "cu_seqlens_k must be int32"),
     "offsets with gaps": (
         {"cu_seqlens_k": torch.stack([CU_K, CU_K], dim=1)[:, 0]},

@@ -319,7 +319,7 @@ class KeyIntervalMask(Container, Mask):
         """
         left, right = window_sides(window_size)
         start, end = window_around(own_rows(seqlen_q, seqlen_k, device), left, right)
-        return cls(start, end, keys_per_row=left + right + 1, rows=seqlen_q)
+        return cls(start, end, keys_per_row=keys_of_window(left, right, seqlen_k), rows=seqlen_q)
 
     @classmethod
     def sliding_window_varlen(
@@ -353,7 +353,7 @@ class KeyIntervalMask(Container, Mask):
         position = torch.arange(total_k, dtype=torch.int32, device=cu_seqlens_k.device) - cu_seqlens_k[sequence]
         start, end = window_around(position - more_keys[sequence], left, right)
         end = torch.where(sequence < len(cu_seqlens_k) - 1, end, 0)
-        return cls(start[:, None], end[:, None], keys_per_row=left + right + 1)
+        return cls(start[:, None], end[:, None], keys_per_row=keys_of_window(left, right, total_k))
 
     @classmethod
     def prefix_lm(
@@ -561,6 +561,12 @@ def window_sides(window_size: int | tuple[int | None, int | None]) -> tuple[int,
         for i, side in enumerate(window_size)
     )
     return min(left, NEVER - 1), min(right, NEVER)
+
+
+def keys_of_window(left: int, right: int, keys: int) -> int:
+    """The keys_per_row of `window_sides`: all keys where a side has no limit."""
+    width = left + right + 1
+    return keys if width >= NEVER else width
 
 
 def window_around(own_rows: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:

@@ -182,6 +182,12 @@ def test_repr():
     assert repr(mask) == "KeyIntervalMask(batches=2, heads=3, rows=7, keys=7, keys_per_row=4, device='cpu')"
     varlen = KeyIntervalMask(*torch.zeros(2, 9, 2, dtype=torch.int32))
     assert repr(varlen) == "KeyIntervalMask(heads=2, keys=9, device='cpu')"
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for window in ((None, 0), (2, None), (None, None), 2**40):
+        fixed = KeyIntervalMask.sliding_window(3, 5, window)
+        assert repr(fixed) == "KeyIntervalMask(batches=1, heads=1, rows=3, keys=5, keys_per_row=5, device='cpu')"
+        packed = KeyIntervalMask.sliding_window_varlen(cu_seqlens, cu_seqlens, 5, window)
+        assert repr(packed) == "KeyIntervalMask(heads=1, keys=5, keys_per_row=5, device='cpu')"
 
 
 def test_to():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -320,22 +321,35 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
 
     Returns:
         A function with the arguments, results and errors of `flash_dmattn_func`. It raises an error for what its
-        backend does not support, and never falls back to another.
+        backend does not support, and never falls back to another. It can be pickled; loading it where its backend is
+        unavailable raises an error.
 
     Raises:
         ValueError: an unknown name.
         RuntimeError: an unavailable backend.
     """
     name = backend if backend is not None else next(filter(backends.is_available, backends.NAMES))
-    module = backends.require(name)
+    return BackendFunction(backends.require(name))
 
-    @functools.wraps(flash_dmattn_func)
-    def function(*args, **kwargs):
+
+class BackendFunction:
+    # What functools.wraps sets, on the class: torch.compile of PyTorch 2.11 cannot trace it on an object.
+    __wrapped__ = staticmethod(flash_dmattn_func)
+    __name__, __doc__ = flash_dmattn_func.__name__, flash_dmattn_func.__doc__
+
+    def __init__(self, backend: ModuleType):
+        self.backend = backend
+
+    def __call__(self, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
         try:
             call = Call(*args, **kwargs)
         except TypeError:  # its message names Call
-            require_arguments_of(function, args, kwargs)
+            require_arguments_of(self, args, kwargs)
             raise
-        return attend(module, call)
+        return attend(self.backend, call)
 
-    return function
+    def __repr__(self) -> str:
+        return f"flash_dmattn_func_auto({self.backend.NAME!r})"
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return flash_dmattn_func_auto, (self.backend.NAME,)

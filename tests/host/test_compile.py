@@ -193,6 +193,13 @@ def test_a_backend_by_name_inside_a_graph(backend):
     torch.testing.assert_close(compiled(query, key, value, bias), flash_dmattn_func(query, key, value, None, bias))
 
 
+def test_a_backend_by_name_as_a_graph():
+    query, key, value, _ = tensors_of(2, 33)
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_dmattn_func_auto("cpu"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value), flash_dmattn_func(query, key, value))
+
+
 def test_a_bias_of_nan_is_refused_in_a_graph():
     query, key, value, bias = tensors_of(2, 33)
     bias[0, 0, 0, 5] = torch.nan

@@ -1,5 +1,9 @@
 """Bad input raises an error that names the argument, the value and what is accepted."""
 
+import copy
+import inspect
+import pickle
+
 import pytest
 import torch
 from helpers import inputs, on_xpu
@@ -709,6 +713,18 @@ def test_unavailable_backends_say_why():
         assert name not in flash_dmattn.get_available_backends()
         with pytest.raises(RuntimeError, match=f"the backend '{name}' is not available: "):
             flash_dmattn_func_auto(name)
+
+
+def test_a_backend_by_name_is_pickled_as_its_name(monkeypatch):
+    function = flash_dmattn_func_auto("reference")
+    saved = pickle.dumps(function)
+    for again in (pickle.loads(saved), copy.deepcopy(function)):
+        assert repr(again) == "flash_dmattn_func_auto('reference')" and torch.equal(again(Q, K, V), function(Q, K, V))
+        assert inspect.signature(again) == inspect.signature(flash_dmattn_func)
+        assert again.__name__ == "flash_dmattn_func"
+    monkeypatch.setattr(flash_dmattn.backends.reference, "why_unavailable", lambda: "it is on another machine")
+    with pytest.raises(RuntimeError, match="the backend 'reference' is not available: it is on another machine"):
+        pickle.loads(saved)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")

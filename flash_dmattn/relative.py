@@ -49,7 +49,7 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
             bidirectional that is not a bool, a max_distance that is not an int or is not above the buckets of one
             distance each.
     """
-    require_parameters("table", table, 2, "(buckets, H)")
+    require_parameters("table", table, (2,), "(buckets, H)")
     require_bool("bidirectional", bidirectional)
     distance = distances(max_distance, table.device)
     buckets, first = table.shape[0], 0
@@ -75,18 +75,18 @@ def alibi(slopes: Tensor, max_distance: int) -> Tensor:
     """The linear bias of ALiBi (Press et al., 2022, arXiv:2108.12409): -slope_h |d|.
 
     Args:
-        slopes: (H), such as `alibi_slopes(H)`; differentiable.
+        slopes: (H), such as `alibi_slopes(H)`, or ({B|1}, H); differentiable.
         max_distance: at least the longest distance in a call, max(Sq, Sk) - 1: farther keys have the bias of this one.
 
     Returns:
-        (1, H, 2 * max_distance + 1).
+        ({B|1}, H, 2 * max_distance + 1).
 
     Raises:
-        TypeError, ValueError: slopes that are not floating or not (H), a max_distance that is not an int or is
-            negative.
+        TypeError, ValueError: slopes that are not floating, or neither (H) nor ({B|1}, H), a max_distance that is not
+            an int or is negative.
     """
-    require_parameters("slopes", slopes, 1, "(H)")
-    return (-wide(slopes)[:, None] * distances(max_distance, slopes.device).abs())[None]
+    require_parameters("slopes", slopes, (1, 2), "(H) or ({B|1}, H)")
+    return torch.atleast_2d(-wide(slopes))[..., None] * distances(max_distance, slopes.device).abs()
 
 
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
@@ -126,7 +126,7 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log",
             negative, another kind.
     """
     for name, parameter in (("scale", scale), ("shape", shape)):
-        require_parameters(name, parameter, 1, "(H)")
+        require_parameters(name, parameter, (1,), "(H)")
     if scale.shape != shape.shape:
         raise ValueError(f"scale and shape must both be (H), got shapes {shape_of(scale)} and {shape_of(shape)}")
     require_device("shape", shape, scale.device, "scale")
@@ -250,7 +250,7 @@ def wide(parameters: Tensor) -> Tensor:
     return parameters.to(accumulation_dtype(parameters.dtype))
 
 
-def require_parameters(name: str, parameters: object, ndim: int, layout: str) -> None:
+def require_parameters(name: str, parameters: object, ndims: tuple[int, ...], layout: str) -> None:
     require_floating(name, parameters)
-    if parameters.ndim != ndim:
+    if parameters.ndim not in ndims:
         raise ValueError(f"{name} must be {layout}, got shape {shape_of(parameters)}")

@@ -92,6 +92,21 @@ def test_sandwich():
             relative.sandwich(heads, seqlen, wrong)
 
 
+def test_alibi_of_each_batch_element():
+    slopes = torch.rand(2, 4).requires_grad_()
+    query, key, value = inputs(2, 30, 40, 4, 2, 8)
+    table = relative.alibi(slopes, 40)
+    assert table.shape == (2, 4, 81) and torch.equal(relative.alibi(slopes[1], 40), table[1:])
+    out = flash_dmattn_func(query, key, value, relative_bias=table)
+    each = [
+        flash_dmattn_func(query[b, None], key[b, None], value[b, None], relative_bias=relative.alibi(slopes[b], 40))
+        for b in range(2)
+    ]
+    torch.testing.assert_close(out, torch.cat(each))
+    dslopes = [torch.autograd.grad(x.square().sum(), slopes, retain_graph=True)[0] for x in (out, torch.cat(each))]
+    torch.testing.assert_close(*dslopes)
+
+
 def test_window():
     table = relative.window(9, 3, 1)
     assert table.shape == (1, 1, 19) and (table[0, 0, 6:11] == 0).all()
@@ -133,7 +148,11 @@ def test_wrong_parameters_are_refused():
             ValueError,
             r"scale and shape must both be \(H\), got shapes \(4,\) and \(3,\)",
         ),
-        (lambda: relative.alibi(torch.zeros(2, 2), 9), ValueError, r"slopes must be \(H\), got shape \(2, 2\)"),
+        (
+            lambda: relative.alibi(torch.zeros(2, 2, 2), 9),
+            ValueError,
+            r"slopes must be \(H\) or \(\{B\|1\}, H\), got shape \(2, 2, 2\)",
+        ),
         (lambda: relative.alibi(torch.zeros(2), -1), ValueError, "max_distance must not be negative, got -1"),
         (lambda: relative.window(9, -1), ValueError, "left must not be negative, got -1"),
         (lambda: relative.dense([0.0], 3, 3), TypeError, "relative_bias must be a torch.Tensor, got list"),

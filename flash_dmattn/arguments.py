@@ -135,6 +135,14 @@ def require_length(name: str, value: object) -> int:
     return value
 
 
+def require_max_seqlen(name: str, value: object) -> int:
+    """`require_length`, also of an integer tensor () that the host can read, as callers of flash-attn have it."""
+    if isinstance(value, Tensor) and value.ndim == 0 and is_host_readable(value):
+        require_integers(name, value)
+        value = int(value)
+    return require_length(name, value)
+
+
 def require_number(name: str, value: object) -> None:
     if type(value) in (float, int):  # the common case: an abstract class takes longer
         return

@@ -22,7 +22,7 @@ from .arguments import (
     require_float32_or,
     require_floating,
     require_given,
-    require_length,
+    require_max_seqlen,
     require_number,
     require_tensor,
     shape_of,
@@ -66,8 +66,8 @@ def check_options(call: Call) -> None:
         require_given(**call.varlen._asdict())
         require_tensor("cu_seqlens_q", call.varlen.cu_seqlens_q)
         require_tensor("cu_seqlens_k", call.varlen.cu_seqlens_k)
-        lengths = {name: require_length(name, getattr(call.varlen, name)) for name in ("max_seqlen_q", "max_seqlen_k")}
-        call.varlen = call.varlen._replace(**lengths)
+        bounds = {name: getattr(call.varlen, name) for name in ("max_seqlen_q", "max_seqlen_k")}
+        call.varlen = call.varlen._replace(**{name: require_max_seqlen(name, bound) for name, bound in bounds.items()})
     if call.softmax_scale is not None and not isinstance(call.softmax_scale, Tensor):
         check_finite("softmax_scale", call.softmax_scale)
     check_softcap(call.softcap)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops
-from .arguments import check_cu_seqlens, require_given
+from .arguments import check_cu_seqlens, require_given, require_max_seqlen
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
 from .backends import Backend
 from .call import Call, Varlen
@@ -201,8 +201,8 @@ def flash_dmattn_varlen_func(
     attn_bias: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     softmax_scale: float | Tensor | None = None,
     is_causal: bool | None = False,
     softcap: float | None = 0.0,
@@ -230,8 +230,9 @@ def flash_dmattn_varlen_func(
         cu_seqlens_q: required, int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. The
             values are not checked on CUDA, where that would need a synchronization.
         cu_seqlens_k: required, int32 (B + 1), the same for keys.
-        max_seqlen_q: required, at least the longest sequence of rows.
-        max_seqlen_k: required, at least the longest sequence of keys.
+        max_seqlen_q: required, at least the longest sequence of rows: an int, or outside of compiled graphs an integer
+            tensor () on the CPU.
+        max_seqlen_k: required, at least the longest sequence of keys, the same.
         softmax_scale, is_causal, softcap, deterministic: as in `flash_dmattn_func`; causality holds in each sequence.
         return_attn_probs, return_lse, sparse, sinks, scale: as in `flash_dmattn_func`.
         window_size: as in `flash_dmattn_func`, in each sequence. Requires attn_bias per key, (total_k, {H|Hkv|1}).
@@ -274,7 +275,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     attn_mask: AnyMask = None,
     attn_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
+    max_seqlen: int | Tensor | None = None,
     *args,
     **kwargs,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -284,7 +285,7 @@ def flash_dmattn_varlen_qkvpacked_func(
         qkv: (total, 3, H, D), in the dtypes of `flash_dmattn_func`.
         attn_mask, attn_bias: per key (total, {H|1}), or per score (total, {H|1}, max_seqlen).
         cu_seqlens: required, int32 (B + 1), the offsets of the sequences.
-        max_seqlen: required, at least the longest sequence.
+        max_seqlen: required, at least the longest sequence, as max_seqlen_q of `flash_dmattn_varlen_func`.
 
     The other arguments and errors are those of `flash_dmattn_varlen_func` from softmax_scale on. Returns
     out (total, H, D), lse (H, total), probs (B, H, max_seqlen, max_seqlen).
@@ -293,6 +294,7 @@ def flash_dmattn_varlen_qkvpacked_func(
     require_device_with_kernels("qkv", qkv)
     checks.refuse_offsets_as_mask(attn_mask)
     require_given(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+    max_seqlen = require_max_seqlen("max_seqlen", max_seqlen)
     total = (qkv.shape[0], "the rows of qkv")
     check_cu_seqlens("cu_seqlens", cu_seqlens, qkv, "qkv", total, ("max_seqlen", max_seqlen))
     checks.check_scores_of_qkv(qkv, max_seqlen, {"attn_mask": attn_mask, "attn_bias": attn_bias})

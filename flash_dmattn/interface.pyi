@@ -13,9 +13,10 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
-    is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
-    return_lse: Literal[False] = ..., batch_invariant: bool = ...,
+    max_seqlen_q: int | Tensor | None = ..., window_size: int | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool = ..., softcap: float = ...,
+    relative_bias: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor: ...
 
 @overload
@@ -23,9 +24,10 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
-    is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
-    return_lse: Literal[True], batch_invariant: bool = ...,
+    max_seqlen_q: int | Tensor | None = ..., window_size: int | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool = ..., softcap: float = ...,
+    relative_bias: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
+    batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
@@ -33,9 +35,10 @@ def flash_dmattn_with_kvcache(
     query: Tensor, k_cache: Tensor, v_cache: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *,
     bias_cache: Tensor | None = ..., bias: Tensor | None = ..., cache_seqlens: Tensor | int,
     cache_batch_idx: Tensor | None = ..., block_table: Tensor | None = ..., cu_seqlens_q: Tensor | None = ...,
-    max_seqlen_q: int | None = ..., window_size: int | None = ..., softmax_scale: float | Tensor | None = ...,
-    is_causal: bool = ..., softcap: float = ..., relative_bias: Tensor | None = ..., sinks: Tensor | None = ...,
-    return_lse: bool = ..., batch_invariant: bool = ...,
+    max_seqlen_q: int | Tensor | None = ..., window_size: int | None = ...,
+    softmax_scale: float | Tensor | None = ..., is_causal: bool = ..., softcap: float = ...,
+    relative_bias: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: bool = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 @overload
@@ -161,32 +164,32 @@ def flash_dmattn_kvpacked_func(
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[False] = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[True], window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ..., *,
+    return_attn_probs: Literal[True], return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -194,40 +197,40 @@ def flash_dmattn_varlen_func(
 @overload
 def flash_dmattn_varlen_func(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: bool | None = ..., *, return_lse: bool = ..., window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    max_seqlen: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[False] = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    max_seqlen: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[True], window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    max_seqlen: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ..., *,
+    return_attn_probs: Literal[True], return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -235,42 +238,42 @@ def flash_dmattn_varlen_qkvpacked_func(
 @overload
 def flash_dmattn_varlen_qkvpacked_func(
     qkv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ..., cu_seqlens: Tensor | None = ...,
-    max_seqlen: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    max_seqlen: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: bool | None = ..., *, return_lse: bool = ..., window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[False] = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[False] = ...,
+    window_size: int | None = ..., sparse: Sparse = ..., relative_bias: Tensor | None = ...,
+    grid: tuple[int, int] | None = ..., sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor: ...
 
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: Literal[False] | None = ...,
-    *, return_lse: Literal[True], window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: Literal[False] | None = ..., *, return_lse: Literal[True], window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., *, return_attn_probs: Literal[True],
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ..., *,
+    return_attn_probs: Literal[True], return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
     relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
     scale: float | Tensor | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -278,12 +281,12 @@ def flash_dmattn_varlen_kvpacked_func(
 @overload
 def flash_dmattn_varlen_kvpacked_func(
     query: Tensor, kv: Tensor, attn_mask: AnyMask = ..., attn_bias: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | None = ...,
-    max_seqlen_k: int | None = ..., softmax_scale: float | Tensor | None = ..., is_causal: bool | None = ...,
-    softcap: float | None = ..., deterministic: bool | None = ..., return_attn_probs: bool | None = ..., *,
-    return_lse: bool = ..., window_size: int | None = ..., sparse: Sparse = ...,
-    relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ..., sinks: Tensor | None = ...,
-    scale: float | Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ..., max_seqlen_q: int | Tensor | None = ...,
+    max_seqlen_k: int | Tensor | None = ..., softmax_scale: float | Tensor | None = ...,
+    is_causal: bool | None = ..., softcap: float | None = ..., deterministic: bool | None = ...,
+    return_attn_probs: bool | None = ..., *, return_lse: bool = ..., window_size: int | None = ...,
+    sparse: Sparse = ..., relative_bias: Tensor | None = ..., grid: tuple[int, int] | None = ...,
+    sinks: Tensor | None = ..., scale: float | Tensor | None = ...,
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 class FlashDmattnFunc(Protocol):

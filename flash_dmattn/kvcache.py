@@ -14,6 +14,7 @@ from .arguments import (
     require_device,
     require_float32_or,
     require_length,
+    require_max_seqlen,
     require_tensor,
     shape_of,
 )
@@ -36,7 +37,7 @@ def flash_dmattn_with_kvcache(
     cache_batch_idx: Tensor | None = None,
     block_table: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
-    max_seqlen_q: int | None = None,
+    max_seqlen_q: int | Tensor | None = None,
     window_size: int | None = None,
     softmax_scale: float | Tensor | None = None,
     is_causal: bool = True,
@@ -78,7 +79,8 @@ def flash_dmattn_with_kvcache(
         cu_seqlens_q: int32 (B + 1): query, key, value and bias are packed, and sequence b has the rows cu_seqlens_q[b]
             to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none. Rows after the last
             sequence are padding: they write nothing, and their outputs have no meaning.
-        max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence.
+        max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence: an int, or an integer tensor () on the
+            CPU.
         window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
             ties to the later key. Needs bias_cache and is_causal.
         softmax_scale: a number, by default 1 / sqrt(D); or a tensor () or (H), as in `flash_dmattn_func`.
@@ -126,7 +128,7 @@ def flash_dmattn_with_kvcache(
     if window_size is not None:
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:
-        max_seqlen_q = require_length("max_seqlen_q", max_seqlen_q)
+        max_seqlen_q = require_max_seqlen("max_seqlen_q", max_seqlen_q)
     batch = query.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     cache_seqlens = lengths_of(cache_seqlens, batch, query.device).contiguous()
     cache_batch_idx, block_table, cu_seqlens_q = (

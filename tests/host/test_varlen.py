@@ -11,6 +11,7 @@ from flash_dmattn import (
     flash_dmattn_varlen_func,
     flash_dmattn_varlen_kvpacked_func,
     flash_dmattn_varlen_qkvpacked_func,
+    flash_dmattn_with_kvcache,
     pad_input,
     unpad_input,
 )
@@ -233,6 +234,26 @@ CU = offsets([3, 2])
 def test_lengths_that_are_none(lengths, error, message):
     with pytest.raises(error, match=message):
         flash_dmattn_varlen_func(*torch.randn(3, 5, 2, 8), None, None, *lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_max_seqlen_as_a_tensor(dtype):
+    longest = torch.tensor(3, dtype=dtype)
+    rows, qkv, cache = torch.randn(5, 2, 8), torch.randn(5, 3, 2, 8), torch.randn(2, 9, 2, 8)
+    lengths = torch.tensor([4, 5], dtype=torch.int32)
+    for function in (
+        lambda n: flash_dmattn_varlen_func(rows, rows, rows, None, None, CU, CU, n, n),
+        lambda n: flash_dmattn_varlen_func(rows, rows, rows, None, torch.ones(5, 1, 3), CU, CU, n, n),
+        lambda n: flash_dmattn_varlen_qkvpacked_func(qkv, None, torch.ones(5, 1, 3), CU, n),
+        lambda n: flash_dmattn_with_kvcache(rows, cache, cache, cache_seqlens=lengths, cu_seqlens_q=CU, max_seqlen_q=n),
+    ):
+        assert torch.equal(function(longest), function(3))
+        with pytest.raises(ValueError, match="max_seqlen(_q|) must not be negative, got -1"):
+            function(torch.tensor(-1))
+        with pytest.raises(TypeError, match="max_seqlen(_q|) must be integers, got float32"):
+            function(torch.tensor(3.0))
+        with pytest.raises(TypeError, match="max_seqlen(_q|) must be an int, got Tensor"):
+            function(torch.tensor([3]))
 
 
 def test_a_bound_beyond_64_bits():

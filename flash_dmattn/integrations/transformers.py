@@ -13,6 +13,9 @@ Requires the extra `[transformers]`.
 
 from __future__ import annotations
 
+from . import versions as versions  # before transformers, which may be missing or of another version
+
+# isort: split
 import functools
 import inspect
 import sys

@@ -1,17 +1,21 @@
 """The versions of transformers that the integrations support, and a name that differs between them."""
 
-import transformers
-from packaging.version import Version
-
 MIN_TRANSFORMERS, MAX_TRANSFORMERS = "5.17", "5.24"
+NEEDS = f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} to {MAX_TRANSFORMERS}"
+
+try:
+    import transformers
+    from packaging.version import Version
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"{NEEDS} ({error}): run `pip install --no-build-isolation '.[transformers]'` in flash_dmattn's source tree",
+        name=error.name,
+    ) from error
 
 
 def require_version(version: str) -> None:
     if not Version(MIN_TRANSFORMERS).release <= Version(version).release[:2] <= Version(MAX_TRANSFORMERS).release:
-        raise ImportError(
-            f"flash_dmattn.integrations.transformers needs transformers {MIN_TRANSFORMERS} to {MAX_TRANSFORMERS}, "
-            f"got {version}"
-        )
+        raise ImportError(f"{NEEDS}, got {version}")
 
 
 require_version(transformers.__version__)

@@ -158,6 +158,14 @@ def test_other_versions_are_refused(version):
         require_version(version)
 
 
+def test_without_transformers():
+    program = "import sys; sys.modules['transformers'] = None; import flash_dmattn.integrations.transformers"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    error = result.stderr.strip().splitlines()[-1]
+    assert error.startswith("ModuleNotFoundError: flash_dmattn.integrations.transformers needs transformers 5.17 to ")
+    assert error.endswith(": run `pip install --no-build-isolation '.[transformers]'` in flash_dmattn's source tree")
+
+
 @pytest.mark.parametrize("version", ["5.17.0", "5.24.0", "5.24.4"])
 def test_versions_that_are_accepted(version):
     require_version(version)

@@ -110,12 +110,77 @@ LONG_PREFIXES = {
 @pytest.mark.parametrize("layout", [{"page_size": 64}, {"page_size": 48}, {}, {"permute": False, "spare": 0}], ids=str)
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("lengths", LONG_PREFIXES.values(), ids=LONG_PREFIXES)
-def test_one_operator_gathers_the_keys_of_chunks(lengths, bias_dtype, layout, monkeypatch):
+def test_one_operator_serves_chunks(lengths, bias_dtype, layout, monkeypatch):
     monkeypatch.setattr(kvcache_composed, "append", None)  # what other calls are composed of
     monkeypatch.setattr(kvcache_composed, "best_and_new_keys", None)
     sequences = make_sequences(lengths, bias_dtype=bias_dtype, **ON_GPU)
     check(sequences, options={"window_size": 500}, **layout)
     check(sequences, options={"window_size": 100, "sinks": torch.randn(4, device="cuda")}, **layout)
+
+
+def of_positions(sign):
+    return lambda x: x.copy_((sign * torch.arange(len(x), device=x.device) / 64)[:, None].expand_as(x))
+
+
+def mask_keys(x):
+    x[torch.rand(x.shape, device=x.device) < 0.5] = -torch.inf
+    x[torch.rand(x.shape, device=x.device) < 0.3] = torch.finfo(x.dtype).min
+
+
+# Each changes biases (keys, heads) in place.
+DISTRIBUTIONS = {
+    "random": lambda x: None,
+    "few values": lambda x: x.copy_((2 * x).round() / 2),
+    "both zeros": lambda x: x.copy_(torch.where(torch.rand(x.shape, device=x.device) < 0.5, 0.0, -0.0)),
+    "one value": lambda x: x.fill_(-3.0),
+    "masked keys": mask_keys,
+    "no visible key": lambda x: x.fill_(-torch.inf),
+    "ascending": of_positions(1),
+    "descending": of_positions(-1),
+}
+
+
+@pytest.mark.parametrize("head_major", [False, True], ids=["keys of heads", "heads of keys"])
+@pytest.mark.parametrize("page_size", [None, 48])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("change", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+@pytest.mark.parametrize("lengths", [*LONG_PREFIXES.values(), [(40000, 200)]], ids=[*LONG_PREFIXES, "several loads"])
+def test_chunks_select_their_keys(lengths, change, bias_dtype, page_size, head_major):
+    """Windows smaller than a tile of rows, and larger than some sequences; ties between keys that stay, that are
+    evicted and that are new."""
+    sequences = make_sequences(lengths, bias_dtype=bias_dtype, **ON_GPU)
+    for s in sequences:
+        change(s.biases)
+    for window_size in (1, 100, 2000):
+        call = make_call(sequences, page_size=page_size)
+        if head_major:
+            call.put_heads_first()
+        check(sequences, call=call, options={"window_size": window_size})
+
+
+def test_chunks_read_keys_and_values_in_place():
+    """Copies of the selected keys and values would take five times as much memory."""
+    call = make_call(make_sequences([(60_000, 100)], kv_heads=4, **ON_GPU), page_size=64)
+    call(window_size=50_000)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(window_size=50_000)
+    assert torch.cuda.max_memory_allocated() - before < 10e6
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed length", "packed"])
+def test_values_in_larger_pages_than_keys(packed):
+    """Lists name rows of one tensor: here the rows of values have other numbers, and are gathered."""
+    sequences = make_sequences([(500, 150), (90, 150)], **ON_GPU)
+    call = make_call(sequences, page_size=64, packed=packed)
+    call.v_cache = torch.cat((call.v_cache, torch.full_like(call.v_cache, torch.nan)), dim=1)[:, :64]
+    check(sequences, call=call, options={"window_size": 80})
+
+
+def test_chunks_of_very_long_sequences():
+    """The best keys are selected once and gathered, since a tile of rows would read too many biases."""
+    sequences = make_sequences([(300_000, 40)], heads=2, kv_heads=1, **ON_GPU)
+    check(sequences, page_size=64, options={"window_size": 700})
 
 
 @each_invariance

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "args.h"
-#include "cuda/arch/memory.cuh"
 #include "cuda/softmax/scores.cuh"
 
 namespace flash_dmattn::cuda {
@@ -80,38 +79,21 @@ public:
         return slot.page * rows_per_page + slot.row;
     }
 
-    // Writes the new keys of the rows [begin, end), their values and biases into the cache. A CTA calls. Each warp has
-    // kLoads keys in flight, which it loads while the cache's length and pages arrive.
+    // Writes the new keys of the rows [begin, end), their values and biases into the cache: `thread` of `num_threads` that
+    // call.
     template <typename T>
-    __device__ void append(int begin, int end) const {
-        if (p_.key.data == nullptr) return;
-        constexpr int kLoads = 4;
-        end = min(end, rows);
-        const int num_warps = blockDim.x / 32, chunks = static_cast<int>(p_.head_dim) / 8;
-        for (int first = begin + warp_id(); first < end; first += kLoads * num_warps)
-            for (int i = lane_id(); i < 2 * chunks; i += 32) {
-                const bool is_value = i >= chunks;
-                const int chunk = is_value ? i - chunks : i;
-                uint4 x[kLoads];
-#pragma unroll
-                for (int n = 0; n < kLoads; ++n) {
-                    const int at = first_row + min(first + n * num_warps, end - 1);
-                    x[n] = load_global_16(row<const T>(is_value ? p_.value : p_.key, batch, at) + 8 * chunk);
-                }
-#pragma unroll
-                for (int n = 0; n < kLoads; ++n) {
-                    const int key = cached_ + first + n * num_warps;
-                    if (key >= min(cached_ + end, keys)) continue;
-                    const Slot slot = slot_of(key);
-                    if (slot.exists)
-                        *reinterpret_cast<uint4*>(cached_row<T>(is_value ? p_.v_cache : p_.k_cache, slot) + 8 * chunk) =
-                            x[n];
-                }
-            }
-        if (p_.bias.data == nullptr) return;
-        for (int key = cached_ + begin + threadIdx.x; key < min(cached_ + end, keys); key += blockDim.x) {
+    __device__ void append(int begin, int end, int thread, int num_threads) const {
+        const int chunks = static_cast<int>(p_.head_dim) / 8;
+        end = min(end, keys - cached_);
+        for (int i = begin * chunks + thread; i < end * chunks; i += num_threads) {
+            const int key = cached_ + i / chunks, chunk = i % chunks;
+            const uint4 k = reinterpret_cast<const uint4*>(added_row<const T>(p_.key, key))[chunk];
+            const uint4 v = reinterpret_cast<const uint4*>(added_row<const T>(p_.value, key))[chunk];
             const Slot to = slot_of(key);
             if (!to.exists) continue;
+            reinterpret_cast<uint4*>(cached_row<T>(p_.k_cache, to))[chunk] = k;
+            reinterpret_cast<uint4*>(cached_row<T>(p_.v_cache, to))[chunk] = v;
+            if (chunk != 0 || p_.bias.data == nullptr) continue;
             if (p_.bias_cache.dtype == DataType::kFloat32) {
                 *cached_row<float>(p_.bias_cache, to) = *added_row<const float>(p_.bias, key);
             } else {

@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kKeysOfCta = 4 * kThreads;  // biases that a CTA copies
-constexpr int kAppendedRows = 32;         // of a CTA
+constexpr int kAppendedRows = 16;         // of a CTA
 
 // Writes the new tokens into the cache. grid: (blocks of kAppendedRows rows, Hkv).
 __global__ void __launch_bounds__(kThreads)
@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads)
     grid_dependency_sync();
     const RowBlock<kAppendedRows> block(p, blockIdx.x);
     const KvCache cache(p, block.batch, blockIdx.y);
-    if (cache.rows > lists.skipped_rows) cache.append<half_t>(block.first_row, block.first_row + kAppendedRows);
+    if (cache.rows <= lists.skipped_rows) return;
+    cache.append<half_t>(block.first_row, block.first_row + kAppendedRows, threadIdx.x, kThreads);
 }
 
 // Copies the biases of all keys. grid: (CTAs of kKeysOfCta keys, B * Hkv). Bits: an unsigned integer of the size of a
@@ -89,8 +90,8 @@ __global__ void __launch_bounds__(kSelectThreads)
         {lists.keys + begin, reinterpret_cast<uint4*>(lists.rows) + begin, static_cast<Bits*>(lists.biases) + begin},
         [&](int key) { return cache.row_number(key, rows_per_page); });
     if (threadIdx.x == 0) {
-        const int64_t list = (int64_t{cache.batch} * p.kv_heads + cache.kv_head) * lists.num_m_blocks +
-                             block.first_row / kRows;
+        const int64_t list =
+            (int64_t{cache.batch} * p.kv_heads + cache.kv_head) * lists.num_m_blocks + block.first_row / kRows;
         lists.begins[list] = begin;
         lists.ends[list] = begin + KeyListsView::padded(length);
     }
@@ -108,15 +109,27 @@ int64_t rows_per_page(const KvCacheParams& p) {
     return rows_of(p.k_cache) == rows_of(p.v_cache) ? rows_of(p.k_cache) : 0;
 }
 
+// Whether the lists take less time than to select a sequence's best keys once and to gather them (best_keys.h): each CTA
+// reads the biases of all keys. As measured on an H200.
+bool is_faster(const KvCacheParams& p) {
+    constexpr int64_t kMaxKeys = 1 << 18;  // that an SM reads
+    const int64_t ctas = ceil_div<int64_t>(p.total_q, KeyListsView::kRows) * p.kv_heads;
+    return ceil_div<int64_t>(ctas, current_device().num_sms) * p.seqlen_k <= kMaxKeys;
+}
+
+// A window of all keys selects nothing, unless bits must not depend on the room of a sequence.
+bool serves(const KvCacheParams& p) {
+    if (!can_gather(p) || p.window_size == 0 || p.seqlen_k == 0) return false;
+    if (!p.bias_cache.present() || p.relative_bias.present()) return false;
+    return p.batch_invariant || (p.window_size < p.seqlen_k && is_faster(p));
+}
+
 }  // namespace
 
 PrefillLists plan_prefill_lists(const KvCacheParams& p) {
     constexpr int64_t kRows = KeyListsView::kRows;
     PrefillLists lists;
-    // A window of all keys selects nothing, unless bits must not depend on the room of a sequence.
-    const bool selects = p.window_size > 0 && (p.window_size < p.seqlen_k || p.batch_invariant);
-    if (!can_gather(p) || !selects || p.seqlen_k == 0 || !p.bias_cache.present() || p.relative_bias.present())
-        return lists;
+    if (!serves(p)) return lists;
     const int64_t rows = rows_per_page(p), keys = p.page_size > 0 ? p.page_size : p.seqlen_k;
     lists.cache_rows = (p.cache_batch - 1) * rows + keys;
     lists.num_m_blocks = ceil_div(p.seqlen_q, kRows);

@@ -23,11 +23,11 @@ struct PrefillLists {
     // [B, Hkv, bias_stride], in the dtype of bias_cache: scratch where they cannot be read eight at a time in the cache,
     // else null
     void* all_biases = nullptr;
-    int32_t* keys = nullptr;     // [capacity]
-    int64_t* begins = nullptr;   // [B, Hkv, num_m_blocks]
-    int64_t* ends = nullptr;     // the same
-    uint32_t* rows = nullptr;    // [capacity, 4]
-    void* biases = nullptr;      // [capacity], in the dtype of bias_cache
+    int32_t* keys = nullptr;    // [capacity]
+    int64_t* begins = nullptr;  // [B, Hkv, num_m_blocks]
+    int64_t* ends = nullptr;    // the same
+    uint32_t* rows = nullptr;   // [capacity, 4]
+    void* biases = nullptr;     // [capacity], in the dtype of bias_cache
 };
 
 // The sizes; rows_per_page is 0 where list_prefill_keys does not serve the call.

@@ -188,7 +188,7 @@ private:
 
     // The sum of x over the threads before this one, and over all of them. All threads call.
     __device__ uint32_t exclusive_sum(uint32_t x, uint32_t& total) {
-        uint32_t(&sums)[kWarps] = smem_.warp_sums[buffer_];
+        uint32_t (&sums)[kWarps] = smem_.warp_sums[buffer_];
         buffer_ ^= 1;
         const uint32_t upto = warp_inclusive_sum(x);
         if (lane_id() == 31) sums[warp_id()] = upto;
@@ -229,13 +229,11 @@ private:
         for_each_load([&](int first) {
             const Bitmap of_window = compare(searches_[kWindow]), of_staying = compare(searches_[kStaying]);
             uint32_t equal_total, total;
-            const uint32_t equal =
-                exclusive_sum(__popc(of_window.equal) | __popc(of_staying.equal) << 16, equal_total);
+            const uint32_t equal = exclusive_sum(__popc(of_window.equal) | __popc(of_staying.equal) << 16, equal_total);
             const uint32_t window =
                 largest(searches_[kWindow], of_window, equal_before[kWindow] + static_cast<int>(equal & 0xffff));
-            const uint32_t evictable =
-                window &
-                ~largest(searches_[kStaying], of_staying, equal_before[kStaying] + static_cast<int>(equal >> 16));
+            const uint32_t evictable = window & ~largest(searches_[kStaying], of_staying,
+                                                         equal_before[kStaying] + static_cast<int>(equal >> 16));
             const uint32_t before = exclusive_sum(__popc(window) | __popc(evictable) << 16, total);
             int at = listed_ + static_cast<int>(before & 0xffff), number = evictable_ + static_cast<int>(before >> 16);
             for (uint32_t left = window; left != 0; left &= left - 1) {
@@ -266,7 +264,8 @@ private:
             const uint32_t ballot = __ballot_sync(~0u, may_enter);
             if (lane_id() == 0) smem_.enters[warp_id()] = ballot;
         } else if (threadIdx.x < 2 * kRows) {
-            smem_.evictable[i] = i < evictable_ ? rank_of_bias<kType>(*biases_.at(key_at(list, smem_.evictable_at[i]))) : 0;
+            smem_.evictable[i] =
+                i < evictable_ ? rank_of_bias<kType>(*biases_.at(key_at(list, smem_.evictable_at[i]))) : 0;
         }
         __syncthreads();
         int before = 0;

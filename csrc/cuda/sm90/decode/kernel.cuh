@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
         p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
     }
     attention.run(list, keys, rank);
-    if (rank == 0) cache.append<T>(0, cache.rows);
+    if (rank == 0) cache.append<T>(0, cache.rows, threadIdx.x, blockDim.x);
     cluster > 1 ? cluster_sync() : __syncthreads();
     combine(p, cache, attention, rank);
     if (cluster == 1) return;

@@ -183,20 +183,22 @@ private:
         }
     }
 
-    // The first `keys` of this CTA's keys, a multiple of eight: eight of a thread at a time. All loads of a step are in
-    // flight together.
+    // The first `keys` of this CTA's keys, eight of a thread at a time.
     template <DataType kType, bool kPaged>
     __device__ void load_vectors(int keys) {
         constexpr int kInFlight = 4;
         uint32_t nans = 0;
+        int at = threadIdx.x * kDecodeGroup;
 #pragma unroll 1
-        for (int at = threadIdx.x * kDecodeGroup; at < keys; at += kInFlight * kStep)
-            load_groups<kType, kPaged, kInFlight>(at, keys, nans);
+        for (; at + (kInFlight - 1) * kStep < keys; at += kInFlight * kStep)
+            load_groups<kType, kPaged, kInFlight>(at, nans);
+#pragma unroll 1
+        for (; at < keys; at += kStep) load_groups<kType, kPaged, 1>(at, nans);
         found_nan_ |= Group<kType>::has_nan(nans);
     }
 
     template <DataType kType, bool kPaged, int kInFlight>
-    __device__ __forceinline__ void load_groups(int at, int keys, uint32_t& nans) {
+    __device__ __forceinline__ void load_groups(int at, uint32_t& nans) {
         using Bits = typename FloatBits<kType>::Bits;
         constexpr int kParts = kDecodeGroup * sizeof(Bits) / 16;
         const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, begin_);
@@ -204,7 +206,7 @@ private:
         uint4 parts[kInFlight][kParts];
 #pragma unroll
         for (int g = 0; g < kInFlight; ++g) {
-            const int key = min(at + g * kStep, keys - kDecodeGroup);
+            const int key = at + g * kStep;
             from[g] = kPaged ? cache_.template cached_row_of<Bits>(p_.bias_cache, begin_ + key) : begin + key;
         }
 #pragma unroll
@@ -214,7 +216,6 @@ private:
                 parts[g][part] = load_global_16(reinterpret_cast<const uint4*>(from[g]) + part);
 #pragma unroll
         for (int g = 0; g < kInFlight; ++g) {
-            if (at + g * kStep >= keys) return;
             uint32_t biases[kParts * 4], words[kDecodeGroup / 2];
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {

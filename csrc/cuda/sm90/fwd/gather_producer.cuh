@@ -24,11 +24,15 @@ public:
     }
 
     __device__ void run() {
-        typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
-        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
-            FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows / scheduler_.qheads_per_tile);
-            work_tile.head *= scheduler_.qheads_per_tile;
-            if (!work_tile.is_empty()) load(work_tile);
+        // Where packed sequences differ, most work tiles may be empty: each lane tests one.
+        using Scheduler = typename SharedStorage::Scheduler;
+        for (unsigned round = 0; Scheduler::static_work(round) < scheduler_.num_work_tiles; round += 32) {
+            const unsigned index = Scheduler::static_work(round + lane_id());
+            const bool has_rows = index < scheduler_.num_work_tiles && !work_tile_of(index).is_empty();
+            for (uint32_t left = __ballot_sync(~0u, has_rows); left != 0; left &= left - 1) {
+                FwdWorkTile work_tile = work_tile_of(Scheduler::static_work(round + __ffs(left) - 1));
+                load(work_tile);
+            }
         }
         if (threadIdx.x == 0) {
             query_pipeline_.producer_acquire();
@@ -45,6 +49,12 @@ private:
     using KeyTile = typename SharedStorage::KeyTile;
     static_assert(kBias != BiasKind::kDense && SharedStorage::kRows == KeyListsView::kRows &&
                   kKeys % KeyListsView::kAlign == 0);
+
+    __device__ __forceinline__ FwdWorkTile work_tile_of(unsigned index) const {
+        FwdWorkTile work_tile(p_, scheduler_, index, kRows / scheduler_.qheads_per_tile);
+        work_tile.head *= scheduler_.qheads_per_tile;
+        return work_tile;
+    }
 
     // Produces stages in the order in which the consumers wait: K of the first n_block and Q, then K of an n_block
     // before V of the previous one.

@@ -65,6 +65,12 @@ public:
     __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
         : params_(params), next_work_tile_(next_work_tile), step_(2 * (gridDim.x - blockIdx.x) - 1) {}
 
+    // Static: the work tile of this CTA in a round.
+    __device__ static unsigned static_work(unsigned round) {
+        static_assert(kIsStatic);
+        return round % 2 == 0 ? round * gridDim.x + blockIdx.x : (round + 1) * gridDim.x - 1 - blockIdx.x;
+    }
+
     __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
     __device__ __forceinline__ WorkTileInfo next_work(WorkTileInfo current) {
         if (kIsStatic || params_.tile_count_semaphore == nullptr) {

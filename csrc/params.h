@@ -122,12 +122,13 @@ struct IntervalView {
     bool present() const { return start != nullptr; }
 };
 
-// Key lists: for each m_block the sorted keys that any of its rows sees, for kernels that gather keys.
+// Key lists: for each m_block the keys that its rows may see, for kernels that gather keys.
 //
 // List t belongs to batch element t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and m_block
 // t % num_m_blocks, which has the rows [m_block * m_block_rows, (m_block + 1) * m_block_rows) of its sequence. Its keys
-// are keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, padded with -1 to a multiple of
-// kAlign. Lists need not be adjacent; m_blocks may share one.
+// are keys[begins[t]] .. keys[ends[t] - 1], ascending and counted from the sequence's first key, padded with -1 to a
+// multiple of kAlign. Lists need not be adjacent; m_blocks may share one. Lists of rows of a KV cache
+// (cuda/kvcache/prefill_lists.h) do not ascend; such a call has no causality.
 //
 // A row sees a key of its list if `intervals` of the problem show it; without intervals, if its bit in `rows` is set;
 // without both, always. Causality and the bias may mask more.
@@ -142,7 +143,7 @@ struct KeyListsView {
     const int64_t* ends = nullptr;    // [batches, heads, num_m_blocks], multiples of kAlign
     // [capacity, kRows / 32]. Bit i % 32 of word i / 32: row i of the m_block sees the key.
     const uint32_t* rows = nullptr;
-    const void* biases = nullptr;  // [capacity], in the dtype of `bias`, which then has no data of its own; null: in it
+    const void* biases = nullptr;  // [capacity]: of the listed keys, in bias.dtype, instead of bias.data; null: in it
     int64_t capacity = 0;
     int64_t batches = 1;           // B, B/n or 1
     int64_t batch_group_size = 1;  // as in ScoreView

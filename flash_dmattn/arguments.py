@@ -136,9 +136,14 @@ def require_length(name: str, value: object) -> int:
 
 
 def require_max_seqlen(name: str, value: object) -> int:
-    """`require_length`, also of an integer tensor () that the host can read, as callers of flash-attn have it."""
-    if isinstance(value, Tensor) and value.ndim == 0 and is_host_readable(value):
-        require_integers(name, value)
+    """`require_length`, also of an integer tensor () on the CPU, which callers of flash-attn pass."""
+    if isinstance(value, Tensor):
+        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        if value.ndim > 0 or not is_integer or not is_host_readable(value):
+            raise TypeError(
+                f"{name} must be an int, or outside of compiled graphs an integer tensor () on the CPU, got "
+                f"{names([value.dtype])} of shape {shape_of(value)} on {value.device}"
+            )
         value = int(value)
     return require_length(name, value)
 
@@ -221,8 +226,8 @@ def check_cu_seqlens(
 
 
 def check_same_sequences(cu_seqlens_q: object, cu_seqlens_k: object, name: str = "cu_seqlens") -> None:
-    """Raises for offsets of different numbers of sequences. Called before `check_cu_seqlens`, which checks the rest and
-    would name another cause."""
+    """Raises for different numbers of sequences. Called before `check_cu_seqlens`, which would report that the shorter
+    one ends early."""
     require_tensor(f"{name}_q", cu_seqlens_q)
     require_tensor(f"{name}_k", cu_seqlens_k)
     if cu_seqlens_q.ndim == cu_seqlens_k.ndim == 1 and cu_seqlens_q.shape != cu_seqlens_k.shape:

@@ -323,8 +323,8 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
 
     Returns:
         A function with the arguments, results and errors of `flash_dmattn_func`. It raises an error for what its
-        backend does not support, and never falls back to another. It can be pickled; loading it where its backend is
-        unavailable raises an error.
+        backend does not support, and never falls back to another. It can be pickled, with the backend that was selected
+        for None; loading it where this backend is unavailable raises an error.
 
     Raises:
         ValueError: an unknown name.

@@ -79,8 +79,8 @@ def flash_dmattn_with_kvcache(
         cu_seqlens_q: int32 (B + 1): query, key, value and bias are packed, and sequence b has the rows cu_seqlens_q[b]
             to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none. Rows after the last
             sequence are padding: they write nothing, and their outputs have no meaning.
-        max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence: an int, or an integer tensor () on the
-            CPU.
+        max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence: an int, or outside of compiled graphs an
+            integer tensor () on the CPU.
         window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
             ties to the later key. Needs bias_cache and is_causal.
         softmax_scale: a number, by default 1 / sqrt(D); or a tensor () or (H), as in `flash_dmattn_func`.

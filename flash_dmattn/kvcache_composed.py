@@ -1,12 +1,13 @@
 """Attention over a cache of keys, composed of other operators: the operator compose_attention_with_kvcache.
 
-It serves the calls of attention_with_kvcache (csrc/torch/kvcache.h) that the decoding kernel does not serve.
-It writes the new tokens into the cache, gathers the keys that the rows may see, and calls attention over those.
+It serves the CPU, and the calls of attention_with_kvcache (csrc/torch/kvcache.h) that no CUDA kernels serve. It writes
+the new tokens into the cache, gathers the keys that the rows may see, and calls attention over those.
 
 With window_size few keys are gathered. A key before the new rows that is not among the w largest biases of these keys
 is not among the w largest of any row. So a sequence needs the w best keys before its new rows, and the new rows' keys.
-On CUDA kernels write, select and gather keys for most calls, with and without window_size. csrc/torch/kvcache.cpp then
-calls attention_forward, or for calls with sinks or few rows the operator attend_to_gathered_keys.
+On CUDA chunks with window_size attend to the selected keys in place. For most other calls kernels write and gather the
+keys; csrc/torch/kvcache.cpp then calls attention_forward, or for calls with sinks or few rows the operator
+attend_to_gathered_keys.
 On CUDA the host does not synchronize: the device reads lengths, pages and offsets, and clamps them to valid values.
 """
 
@@ -265,7 +266,7 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
 def report(needs_all_keys: bool) -> None:
     text = "no kernel reads the cache in place for this call: keys are gathered, then attended to"
     if needs_all_keys:
-        text += "; with window_size and relative_bias these are all keys, without relative_bias only the best"
+        text += "; with window_size and relative_bias these are all keys, without relative_bias only the selected"
     fallbacks.report("attention over a cache by other operators", text)
 
 

@@ -95,23 +95,25 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
     return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
 }
 
-// What to pass instead of a mask or bias (Sq, Sk) or (B, Sk); empty for other shapes, and where B is Sq.
-std::string four_dimensions_hint(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key) {
-    if (scores.dim() != 2 || scores.sym_size(1) != key.sym_size(1)) return "";
-    const bool is_per_row = scores.sym_size(0) == query.sym_size(1);
-    const bool is_per_batch = scores.sym_size(0) == query.sym_size(0);
-    if (is_per_row == is_per_batch) return "";
-    const std::string given = name;
-    if (is_per_row) return ": pass " + given + "[None, None]";
+// What to pass instead of a mask or bias (B, Sq, Sk), (Sq, Sk) or (B, Sk); empty for other shapes, and where B is Sq.
+std::string missing_dimensions_hint(const std::string& name, const Tensor& scores, const Tensor& query,
+                                    const Tensor& key) {
+    const SymInt batch = query.sym_size(0), rows = query.sym_size(1), keys = key.sym_size(1);
+    const auto sizes = scores.sym_sizes();
+    if (sizes.size() == 3 && sizes[0] == batch && sizes[1] == rows && sizes[2] == keys)
+        return ": pass " + name + "[:, None]";
+    if (sizes.size() != 2 || sizes[1] != keys || (sizes[0] == rows) == (sizes[0] == batch)) return "";
+    if (sizes[0] == rows) return ": pass " + name + "[None, None]";
     return ": pass " +
-           (scores.scalar_type() == at::kBool ? "KeyIntervalMask.padding(" + given + ")" : given + "[:, None, None]");
+           (scores.scalar_type() == at::kBool ? "KeyIntervalMask.padding(" + name + ")" : name + "[:, None, None]");
 }
 
 void check_scores(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key,
                   std::optional<int64_t> max_seqlen_k) {
     check_dense(name, scores);
     if (!max_seqlen_k) {
-        check_dimensions(name, scores, fixed_dimensions(query, key), 0, four_dimensions_hint(name, scores, query, key));
+        check_dimensions(name, scores, fixed_dimensions(query, key), 0,
+                         missing_dimensions_hint(name, scores, query, key));
     } else {
         TORCH_CHECK_VALUE(scores.dim() == 2 || scores.dim() == 3, name,
                           " must be (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k), got shape ",

@@ -57,7 +57,7 @@ void check_cu_seqlens(const CuSeqlens& given);
 bool is_stand_in(const Tensor& tensor);
 // Whether values may be read: on the CPU, and on CUDA with FLASH_DMATTN_CHECK=1.
 bool is_host_readable(const Tensor& tensor);
-// The offsets of rows and keys of the same sequences. Called before check_cu_seqlens, which would name another cause.
+// Called before check_cu_seqlens, which would report the shorter one as ending early.
 void check_same_sequences(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k);
 void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key);
 

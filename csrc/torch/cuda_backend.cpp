@@ -156,29 +156,6 @@ std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& p, const
     return GatheredCache{key, value, bias, packed ? OptionalTensor(offsets) : std::nullopt, width, best.skipped_rows};
 }
 
-std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams& p, const Tensor& query, const Tensor& bias_like) {
-    cuda::PrefillLists lists = cuda::plan_prefill_lists(p);
-    if (lists.rows_per_page == 0) return std::nullopt;
-    const c10::cuda::CUDAGuard guard(query.device());
-    if (p.cu_seqlens_q != nullptr) lists.skipped_rows = cuda::decodable_rows(p);
-    const KeyListTensors tensors =
-        empty_key_lists(query, lists.capacity, p.batch, p.kv_heads, lists.num_m_blocks, true);
-    const Tensor all_biases = at::empty({p.batch, p.kv_heads, lists.bias_stride}, bias_like.options()),
-                 biases = at::empty({lists.capacity}, bias_like.options());
-    if (lists.bias_stride > 0) lists.all_biases = all_biases.data_ptr();
-    lists.keys = tensors.kv_indices.data_ptr<int32_t>();
-    lists.begins = tensors.begins();
-    lists.ends = tensors.ends();
-    lists.rows = tensors.row_words();
-    lists.biases = biases.data_ptr();
-    cuda::list_prefill_keys(p, lists, current_stream());
-    FwdParams call = cuda::attention_to_lists(p, lists);
-    Inputs inputs{};
-    inputs.query = query;
-    forward_cuda(call, inputs);
-    return lists.skipped_rows;
-}
-
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& p, const Tensor& like,
                                                   const OptionalTensor& bias_like) {
     if (!cuda::can_gather_all_keys(p)) return std::nullopt;
@@ -196,6 +173,32 @@ std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& p, const 
     if (bias) all.bias = bias->data_ptr();
     cuda::gather_all_keys(p, all, current_stream());
     return GatheredCache{key, value, bias, offsets, p.seqlen_k, all.skipped_rows};
+}
+
+std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams& p, const Tensor& query, const Tensor& bias_like) {
+    const c10::cuda::CUDAGuard guard(query.device());
+    cuda::PrefillLists lists = cuda::plan_prefill_lists(p);
+    if (!lists.serves()) return std::nullopt;
+    if (p.cu_seqlens_q != nullptr) lists.skipped_rows = cuda::decodable_rows(p);
+    const KeyListTensors tensors =
+        empty_key_lists(query, lists.capacity, p.batch, p.kv_heads, lists.num_m_blocks, true);
+    const Tensor biases = at::empty({lists.capacity}, bias_like.options());
+    Tensor bias_copy;
+    if (lists.bias_copy_stride > 0) {
+        bias_copy = at::empty({p.batch, p.kv_heads, lists.bias_copy_stride}, bias_like.options());
+        lists.bias_copy = bias_copy.data_ptr();
+    }
+    lists.keys = tensors.kv_indices.data_ptr<int32_t>();
+    lists.begins = tensors.begins();
+    lists.ends = tensors.ends();
+    lists.rows = tensors.row_words();
+    lists.biases = biases.data_ptr();
+    cuda::list_prefill_keys(p, lists, current_stream());
+    FwdParams call = cuda::attention_to_lists(p, lists);
+    Inputs inputs{};
+    inputs.query = query;
+    forward_cuda(call, inputs);
+    return lists.skipped_rows;
 }
 
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t seqlen_q, int64_t seqlen_k, bool is_causal,

@@ -34,12 +34,12 @@ struct GatheredCache {
 // call they do nothing and return nothing. `like`: the cache of keys; `bias_like`: that of biases.
 std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                    const Tensor& bias_like);
-// Attention of rows with a window to the keys that they select, in the cache. Writes the new tokens into the cache,
-// except those of skipped sequences, and p.out and p.lse. Returns GatheredCache::skipped_rows. Where no kernel serves
-// the call it does nothing and returns nothing.
-std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams& params, const Tensor& query, const Tensor& bias_like);
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams& params, const Tensor& like,
                                                   const OptionalTensor& bias_like);
+// With a window: writes the new tokens into the cache, except those of skipped sequences, lists the keys that the rows
+// select, and attends to them in place (params.out, params.lse). Returns skipped_rows, as in GatheredCache. Where no
+// kernel serves the call it does nothing and returns nothing. `bias_like`: the cache of biases.
+std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams& params, const Tensor& query, const Tensor& bias_like);
 
 // A packed mask: bits int32 in the mask's shape, 32 keys per word; and nine bytes for each block of 64 x 64 scores,
 // uint8 (9, {B|B/n|1}, heads, m_blocks, n_blocks): eight of visible keys, then the block's kind.

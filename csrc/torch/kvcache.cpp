@@ -457,33 +457,29 @@ bool has_rows_that_see(const KvCacheInputs& in, const KvCacheParams& p) {
     return !sees_nothing && p.batch > 0 && p.total_q > 0 && p.heads > 0;
 }
 
-ForwardResult empty_result(const KvCacheInputs& in, const KvCacheParams& p) {
+// The memory of the result, to which p then refers.
+ForwardResult empty_result(const KvCacheInputs& in, KvCacheParams& p) {
     const auto stats = in.query.options().dtype(at::kFloat);
-    return {at::empty(in.query.sizes(), in.query.options()),
-            in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats)};
-}
-
-std::optional<ForwardResult> decode(const KvCacheInputs& in, KvCacheParams p) {
-    const ForwardResult result = empty_result(in, p);
+    const ForwardResult result{
+        at::empty(in.query.sizes(), in.query.options()),
+        in.is_packed() ? at::empty({p.heads, p.total_q}, stats) : at::empty({p.batch, p.heads, p.seqlen_q}, stats)};
     write_to(p, result, in.is_packed());
-    if (!decode_kvcache_cuda(p, in.query, false)) return std::nullopt;
     return result;
 }
 
-// Attention with a window to the selected keys where they are; nothing, and no effect, where kernels do not serve the
-// call.
-std::optional<ForwardResult> attend_in_cache(const KvCacheInputs& in, KvCacheParams p) {
-    if (!in.window_size || !gathers_keys(in, p) || !can_attend_directly(in)) return std::nullopt;
-    const ForwardResult result = empty_result(in, p);
-    write_to(p, result, in.is_packed());
+// Attention with a window to the selected keys where they are in the cache. Returns false, and has no effect, where
+// kernels do not serve the call.
+bool attend_in_cache(const KvCacheInputs& in, const KvCacheParams& p) {
+    const bool has_chunks = in.is_packed() || p.seqlen_q > kMaxListedRows;
+    if (!in.window_size || !has_chunks || in.sinks || !gathers_keys(in, p)) return false;
     KvCacheParams chunks = p;
     constexpr int64_t kRows = KeyListsView::kRows;
     if (in.batch_invariant) chunks.seqlen_q = (p.seqlen_q + kRows - 1) / kRows * kRows;
     const auto skipped_rows = attend_in_cache_cuda(chunks, in.query, *in.bias_cache);
-    if (!skipped_rows) return std::nullopt;
+    if (!skipped_rows) return false;
     if (*skipped_rows > 0)  // also writes their new tokens
         TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
-    return result;
+    return true;
 }
 
 // Attention over keys that kernels gather; nothing, and no effect, where they do not serve the call.
@@ -507,32 +503,35 @@ ForwardResult unpack(const ForwardResult& result, int64_t batch) {
 
 ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     if (in.query.is_cpu() || !has_rows_that_see(in, p)) return compose(in);
-    if (const auto result = decode(in, p)) return *result;
+    const ForwardResult result = empty_result(in, p);
+    if (decode_kvcache_cuda(p, in.query, false)) return result;
     if (in.batch_invariant && in.window_size && !in.is_packed()) {
         const KvCacheInputs all = packed(in, p.batch);
         return unpack(run(all, params_of(all, p.batch)), p.batch);
     }
-    if (const auto result = attend_in_cache(in, p)) return *result;
+    if (attend_in_cache(in, p)) return result;
     if (in.window_size || in.is_packed()) {
-        if (const auto result = attend_by_gathering(in, p)) return *result;
+        if (const auto gathered = attend_by_gathering(in, p)) return *gathered;
     } else if (gathers_keys(in, p)) {  // all keys are gathered without gaps
         const KvCacheInputs all = packed(in, p.batch);
-        if (const auto result = attend_by_gathering(all, params_of(all, p.batch))) return unpack(*result, p.batch);
+        if (const auto gathered = attend_by_gathering(all, params_of(all, p.batch))) return unpack(*gathered, p.batch);
     }
     const auto [composed_out, composed_lse] = compose(in);
     if (!in.batch_invariant || !in.is_packed()) return {composed_out, composed_lse};
     // A sequence of few rows gets the kernel's bits, also where the batch has longer ones.
-    const ForwardResult result{composed_out.contiguous(), composed_lse.contiguous()};
-    write_to(p, result, in.is_packed());
+    const ForwardResult composed{composed_out.contiguous(), composed_lse.contiguous()};
+    write_to(p, composed, in.is_packed());
     decode_kvcache_cuda(p, in.query, true);
-    return result;
+    return composed;
 }
 
 }  // namespace
 
 std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& in) {
-    const KvCacheParams p = params_of(in, in.query.size(0));
-    return has_rows_that_see(in, p) ? decode(in, p) : std::nullopt;
+    KvCacheParams p = params_of(in, in.query.size(0));
+    if (!has_rows_that_see(in, p)) return std::nullopt;
+    const ForwardResult result = empty_result(in, p);
+    return decode_kvcache_cuda(p, in.query, false) ? std::optional(result) : std::nullopt;
 }
 
 ForwardResult attention_with_kvcache(KvCacheInputs in) {

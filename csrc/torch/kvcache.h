@@ -1,7 +1,8 @@
 // Attention of new query rows over a cache of keys, values and biases: the operator attention_with_kvcache. It checks
-// the arguments, fills KvCacheParams, and runs a kernel where one serves the call. For other calls on CUDA kernels
-// gather the keys, with a window only those that the rows may see. attention_forward attends to these if they are
-// packed, or selected for more than 16 rows, without sinks; the operator attend_to_gathered_keys serves the rest.
+// the arguments, fills KvCacheParams, and runs a kernel where one serves the call: for few rows the decoding kernel, for
+// chunks with a window the forward over key lists of rows of the cache. For other calls on CUDA kernels gather the keys,
+// with a window only those that the rows may see. attention_forward attends to these if they are packed, or selected
+// for more than 16 rows, without sinks; the operator attend_to_gathered_keys serves the rest.
 // Every further call goes to compose_attention_with_kvcache. The last two operators are written in Python
 // (flash_dmattn/kvcache_composed.py).
 #pragma once

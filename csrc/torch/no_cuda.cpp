@@ -16,10 +16,10 @@ bool decode_kvcache_cuda(const KvCacheParams&, const Tensor& like, bool) { refus
 std::optional<GatheredCache> gather_best_keys_cuda(const KvCacheParams&, const Tensor& like, const Tensor&) {
     refuse(like);
 }
-std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams&, const Tensor& query, const Tensor&) { refuse(query); }
 std::optional<GatheredCache> gather_all_keys_cuda(const KvCacheParams&, const Tensor& like, const OptionalTensor&) {
     refuse(like);
 }
+std::optional<int64_t> attend_in_cache_cuda(const KvCacheParams&, const Tensor& query, const Tensor&) { refuse(query); }
 std::tuple<Tensor, Tensor> pack_mask(const Tensor& mask, int64_t, int64_t, bool, const OptionalTensor&,
                                      const OptionalTensor&) {
     refuse(mask);

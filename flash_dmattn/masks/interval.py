@@ -20,6 +20,7 @@ from ..arguments import (
     require_int,
     require_integers,
     require_length,
+    require_max_seqlen,
     require_tensor,
     shape_of,
 )
@@ -494,7 +495,7 @@ class KeyIntervalMask(Container, Mask):
         window_size: int,
         cu_seqlens_k: Tensor,
         cu_seqlens_q: Tensor | None = None,
-        max_seqlen_k: int | None = None,
+        max_seqlen_k: int | Tensor | None = None,
     ) -> KeyIntervalMask:
         """`topk` for packed sequences of different lengths: each sequence has its own w keys per row.
 
@@ -522,13 +523,13 @@ class KeyIntervalMask(Container, Mask):
         window_size: int,
         cu_seqlens_k: Tensor,
         cu_seqlens_q: Tensor | None,
-        max_seqlen_k: int | None,
+        max_seqlen_k: int | Tensor | None,
     ) -> KeyIntervalMask:
         """`topk_varlen`, with names as in `_topk`."""
         window_size = check_topk(name, VARLEN, bias, window_size, ndims=(2,))
         longest = None
         if max_seqlen_k is not None:
-            max_seqlen_k = require_length("max_seqlen_k", max_seqlen_k)
+            max_seqlen_k = require_max_seqlen("max_seqlen_k", max_seqlen_k)
             longest = ("max_seqlen_k", max_seqlen_k)
         total = (bias.shape[0], f"the keys of {name}")
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
@@ -564,7 +565,8 @@ def window_sides(window_size: int | tuple[int | None, int | None]) -> tuple[int,
 
 
 def keys_of_window(left: int, right: int, keys: int) -> int:
-    """The keys_per_row of `window_sides`: all keys where a side has no limit."""
+    """The keys_per_row of `window_sides`: `keys` where a side has no limit. A limited width is not compared with
+    `keys`, which may be symbolic."""
     width = left + right + 1
     return keys if width >= NEVER else width
 

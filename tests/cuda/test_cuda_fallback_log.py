@@ -110,13 +110,20 @@ def test_a_handler_gets_what_the_compiled_module_reports():
     assert "flash_dmattn: " not in done.stderr
 
 
+CHUNK = (
+    "flash_dmattn_with_kvcache(rows(1, 40, 4, 128), rows(1, 512, 4, 128), rows(1, 512, 4, 128), cache_seqlens=512, "
+    "bias_cache=rows(1, 512, 1, 4)[:, :, 0], window_size=32{})"
+)
+OVER_A_CACHE = "attention over a cache by other operators"
+
+
 def test_keys_of_a_cache_that_are_gathered_are_reported():
     """In addition to what is reported of the kernels that attend to them."""
-    lines = reported(
-        "flash_dmattn_with_kvcache(rows(1, 40, 4, 128), rows(1, 512, 4, 128), rows(1, 512, 4, 128), cache_seqlens=512, "
-        "bias_cache=rows(1, 512, 1, 4)[:, :, 0], window_size=32, relative_bias=rows(1, 4, 1, 9)[:, :, 0])",
-        FLASH_DMATTN_LOG="1",
-    )
-    (line,) = [line for line in lines if "attention over a cache by other operators" in line]
+    lines = reported(CHUNK.format(", relative_bias=rows(1, 4, 1, 9)[:, :, 0]"), FLASH_DMATTN_LOG="1")
+    (line,) = [line for line in lines if OVER_A_CACHE in line]
     assert "no kernel reads the cache in place for this call" in line
     assert "with window_size and relative_bias these are all keys" in line
+
+
+def test_chunks_with_a_window_need_no_other_operators():
+    assert not [line for line in reported(CHUNK.format(""), FLASH_DMATTN_LOG="1") if OVER_A_CACHE in line]

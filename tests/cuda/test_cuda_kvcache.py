@@ -118,8 +118,8 @@ def test_one_operator_serves_chunks(lengths, bias_dtype, layout, monkeypatch):
     check(sequences, options={"window_size": 100, "sinks": torch.randn(4, device="cuda")}, **layout)
 
 
-def of_positions(sign):
-    return lambda x: x.copy_((sign * torch.arange(len(x), device=x.device) / 64)[:, None].expand_as(x))
+def ramp(sign):
+    return lambda x: x.copy_((sign * 2**-16 * torch.arange(len(x), device=x.device))[:, None].expand_as(x))
 
 
 def mask_keys(x):
@@ -127,16 +127,16 @@ def mask_keys(x):
     x[torch.rand(x.shape, device=x.device) < 0.3] = torch.finfo(x.dtype).min
 
 
-# Each changes biases (keys, heads) in place.
+# Each changes biases (keys, heads) in place, of about 2^-10.
 DISTRIBUTIONS = {
     "random": lambda x: None,
-    "few values": lambda x: x.copy_((2 * x).round() / 2),
+    "few values": lambda x: x.copy_((2048 * x).round() / 2048),
     "both zeros": lambda x: x.copy_(torch.where(torch.rand(x.shape, device=x.device) < 0.5, 0.0, -0.0)),
     "one value": lambda x: x.fill_(-3.0),
     "masked keys": mask_keys,
     "no visible key": lambda x: x.fill_(-torch.inf),
-    "ascending": of_positions(1),
-    "descending": of_positions(-1),
+    "ascending": ramp(1),
+    "descending": ramp(-1),
 }
 
 
@@ -146,41 +146,102 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("change", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("lengths", [*LONG_PREFIXES.values(), [(40000, 200)]], ids=[*LONG_PREFIXES, "several loads"])
 def test_chunks_select_their_keys(lengths, change, bias_dtype, page_size, head_major):
-    """Windows smaller than a tile of rows, and larger than some sequences; ties between keys that stay, that are
-    evicted and that are new."""
+    """Windows smaller than an m_block, and larger than some sequences; ties between keys that stay, that are evicted
+    and that are new. Weights are nearly equal, so that out counts the selected keys by position % 64: one wrong key
+    shows."""
     sequences = make_sequences(lengths, bias_dtype=bias_dtype, **ON_GPU)
     for s in sequences:
+        s.query.zero_()
+        s.biases.mul_(2**-10)
         change(s.biases)
+        codes = torch.nn.functional.one_hot(torch.arange(len(s.values), device="cuda") % 64, 64)
+        s.values.copy_(codes[:, None].expand_as(s.values))
     for window_size in (1, 100, 2000):
         call = make_call(sequences, page_size=page_size)
         if head_major:
             call.put_heads_first()
-        check(sequences, call=call, options={"window_size": window_size})
+        for s, (out, _) in zip(sequences, check(sequences, call=call, options={"window_size": window_size})):
+            exact, _ = reference(s, window_size=window_size)
+            torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=0.3 / window_size)
+
+
+def allocated_by(call, **options):
+    """The bytes that a call allocates, beside what it did before."""
+    call(**options)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(**options)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_chunks_read_keys_and_values_in_place():
     """Copies of the selected keys and values would take five times as much memory."""
     call = make_call(make_sequences([(60_000, 100)], kv_heads=4, **ON_GPU), page_size=64)
-    call(window_size=50_000)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call(window_size=50_000)
-    assert torch.cuda.max_memory_allocated() - before < 10e6
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["fixed length", "packed"])
-def test_values_in_larger_pages_than_keys(packed):
-    """Lists name rows of one tensor: here the rows of values have other numbers, and are gathered."""
-    sequences = make_sequences([(500, 150), (90, 150)], **ON_GPU)
-    call = make_call(sequences, page_size=64, packed=packed)
-    call.v_cache = torch.cat((call.v_cache, torch.full_like(call.v_cache, torch.nan)), dim=1)[:, :64]
-    check(sequences, call=call, options={"window_size": 80})
+    assert allocated_by(call, window_size=50_000) < 10e6
 
 
 def test_chunks_of_very_long_sequences():
-    """The best keys are selected once and gathered, since a tile of rows would read too many biases."""
+    """The best keys are selected once and gathered, since each m_block would read too many biases."""
+    window = 50_000
     sequences = make_sequences([(300_000, 40)], heads=2, kv_heads=1, **ON_GPU)
-    check(sequences, page_size=64, options={"window_size": 700})
+    call = make_call(sequences, page_size=64)
+    check(sequences, call=call, options={"window_size": window})
+    assert allocated_by(call, window_size=window) > window * 2 * 64 * 2
+
+
+def larger_pages_of_values(call):
+    call.v_cache = torch.cat((call.v_cache, torch.full_like(call.v_cache, torch.nan)), dim=1)[:, :64]
+
+
+def rows_first(call):
+    call.k_cache, call.v_cache = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (call.k_cache, call.v_cache))
+
+
+@each_invariance
+@pytest.mark.parametrize("lengths", [[(500, 150)], [(500, 150), (90, 150)]], ids=["alone", "two sequences"])
+@pytest.mark.parametrize("change", [larger_pages_of_values, rows_first])
+def test_strides_of_caches(change, lengths, invariant):
+    """Rows of K and V with different numbers are gathered, others have numbers in units of a common stride."""
+    sequences = make_sequences(lengths, **ON_GPU)
+    call = make_call(sequences, page_size=64)
+    change(call)
+    results = check(sequences, call=call, options={"window_size": 80, "batch_invariant": invariant})
+    if not invariant:
+        return
+    alone = make_call(sequences[:1], page_size=64, permute=False, spare=0)
+    change(alone)
+    out, lse = alone(window_size=80, batch_invariant=True, return_lse=True)
+    assert torch.equal(out[0], results[0][0]) and torch.equal(lse[0], results[0][1])
+
+
+def test_offsets_of_a_slice():
+    """cu_seqlens_q that begins behind the first rows, which belong to no sequence."""
+    sequences = make_sequences([(300, 200), (70, 144), (500, 100)], **ON_GPU)
+    call = make_call(sequences, page_size=64, packed=True)
+    whole, _ = call(window_size=60, return_lse=True)
+    call.arguments["cu_seqlens_q"] = call.arguments["cu_seqlens_q"][1:]
+    for name in ("cache_seqlens", "block_table"):
+        call.arguments[name] = call.arguments[name][1:]
+    out, _ = call(window_size=60, return_lse=True)
+    torch.testing.assert_close(out[200:], whole[200:])
+
+
+@pytest.mark.parametrize("position", [70, 250], ids=["in the cache", "new"])
+def test_a_nan_bias_of_a_chunk_fails(position):
+    program = f"""
+import torch
+from flash_dmattn import flash_dmattn_with_kvcache
+rows = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+biases, bias = rows(1, 400, 2), rows(1, 60, 2)
+(biases[:, {position}] if {position} < 200 else bias[:, {position} - 200]).fill_(torch.nan)
+flash_dmattn_with_kvcache(
+    rows(1, 60, 4, 64), rows(1, 400, 2, 64), rows(1, 400, 2, 64), rows(1, 60, 2, 64), rows(1, 60, 2, 64),
+    bias_cache=biases, bias=bias, cache_seqlens=200, cache_batch_idx=torch.zeros(1, device="cuda", dtype=torch.int32),
+    window_size=30)
+torch.cuda.synchronize()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode != 0 and "the bias to select by must not be NaN" in ran.stderr
 
 
 @each_invariance

@@ -98,6 +98,11 @@ FIXED = {
         ValueError,
         r"attn_mask must have 4 dimensions .*, got shape \(2, 7\): pass KeyIntervalMask.padding\(attn_mask\)$",
     ),
+    "mask (B, Sq, Sk)": (
+        lambda: call(attn_mask=torch.ones(2, 5, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions .*, got shape \(2, 5, 7\): pass attn_mask\[:, None\]$",
+    ),
     "mask (B, Sk) where B is Sq": (
         lambda: call(Q[:, :2], attn_mask=torch.ones(2, 7, dtype=torch.bool)),
         ValueError,

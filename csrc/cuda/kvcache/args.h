@@ -33,12 +33,13 @@ inline bool can_read_cache(const KvCacheParams& p) {
            (!p.bias.present() || p.bias.dtype == p.bias_cache.dtype);
 }
 
-// Whether eight neighbouring biases of a page or batch element, from a multiple of 8 on, are adjacent and aligned.
+constexpr int kVectorBiases = 8;  // neighbouring biases that a thread reads at once
+// Whether so many biases of a page or batch element, from a multiple of that on, are adjacent and aligned.
 inline bool has_vector_bias(const KvCacheParams& p) {
     const KeyBiasView& bias = p.bias_cache;
     const int64_t vector = bias.dtype == DataType::kFloat32 ? 4 : 8;
     return bias.row_stride == 1 && reinterpret_cast<uintptr_t>(bias.data) % 16 == 0 &&
-           bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % 8 == 0;
+           bias.batch_stride % vector == 0 && bias.head_stride % vector == 0 && p.page_size % kVectorBiases == 0;
 }
 
 // Whether kernels can gather keys from the cache: it can be read, and a CTA for each sequence and KV head fits a grid.
@@ -46,6 +47,13 @@ inline bool can_gather(const KvCacheParams& p) {
     constexpr int64_t kMaxGrid = 65535;  // CTAs along y
     return can_read_cache(p) && p.batch > 0 && p.total_q > 0 && p.cache_batch > 0 && p.kv_heads > 0 &&
            p.batch * p.kv_heads < kMaxGrid;
+}
+
+// Whether rows of such a call select keys by their biases: with a window below the capacity of a sequence, and with
+// batch_invariant any, so that bits do not depend on the capacity. A relative bias needs every key at its position.
+inline bool selects_keys(const KvCacheParams& p) {
+    return can_gather(p) && p.window_size > 0 && p.seqlen_k > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
+           p.bias_cache.present() && !p.relative_bias.present();
 }
 
 }  // namespace flash_dmattn::cuda

@@ -11,7 +11,6 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kKeysOfCta = 4 * kThreads;  // biases that a CTA reads
 constexpr int kKeysOfGatherCta = kThreads, kLoads = 8;
 
 // The start of sequence b among the gathered keys of a packed call.
@@ -19,7 +18,7 @@ __device__ __forceinline__ int start_of(const KvCacheArgs& p, int max_selected, 
     return min(max(p.cu_seqlens_q[b], 0), static_cast<int>(p.total_q)) + b * max_selected;
 }
 
-// grid: (CTAs of kKeysOfCta keys, B * Hkv). Bits: an unsigned integer of the size of a bias.
+// grid: (CTAs of kKeysOfCopyCta keys, B * Hkv). Bits: an unsigned integer of the size of a bias.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads) read_biases_kernel(const __grid_constant__ KvCacheArgs p, int max_selected,
                                                                Bits* biases, int32_t* prefix, int32_t* offsets) {
@@ -34,10 +33,7 @@ __global__ void __launch_bounds__(kThreads) read_biases_kernel(const __grid_cons
             offsets[cache.batch + 1] = start_of(p, max_selected, cache.batch + 1);
         }
     }
-    Bits* const to = biases + blockIdx.y * p.seqlen_k;
-    const int end = min(earlier, static_cast<int>(blockIdx.x + 1) * kKeysOfCta);
-    for (int key = blockIdx.x * kKeysOfCta + threadIdx.x; key < end; key += kThreads)
-        to[key] = bias_of<Bits>(p, cache, key);
+    copy_biases(p, cache, earlier, biases + blockIdx.y * p.seqlen_k);
 }
 
 template <typename T>
@@ -156,14 +152,13 @@ __global__ void __launch_bounds__(kThreads)
 
 bool can_gather_best_keys(const KvCacheParams& p) {
     const int64_t total = p.batch * std::min(p.window_size, p.seqlen_k) + p.total_q;
-    return can_gather(p) && p.window_size > 0 && p.seqlen_k > 0 && (p.window_size < p.seqlen_k || p.batch_invariant) &&
-           p.bias_cache.present() && !p.relative_bias.present() && total * p.kv_heads < INT_MAX / 2;
+    return selects_keys(p) && total * p.kv_heads < INT_MAX / 2;
 }
 
 void read_biases(const KvCacheParams& params, int64_t max_selected, void* biases, int32_t* prefix, int32_t* offsets,
                  cudaStream_t stream) {
     const KvCacheArgs args(params);
-    const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCta));
+    const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCopyCta));
     with_bias_bits(params, [&](auto bits) {
         using Bits = decltype(bits);
         launch(read_biases_kernel<Bits>, {grid, kThreads}, stream, args, static_cast<int>(max_selected),

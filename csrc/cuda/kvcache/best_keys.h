@@ -1,5 +1,6 @@
-// The keys that chunks of prefill with a window may see, gathered from a cache: of each sequence and KV head the best
-// keys before the new rows, which include every earlier key that any of these rows selects, and the new rows' keys.
+// The keys that chunks of prefill with a window may see, gathered from a cache where prefill_lists.h does not serve the
+// call: of each sequence and KV head the best keys before the new rows, which include every earlier key that any of these
+// rows selects, and the new rows' keys.
 //
 // A sequence has max_selected + (its new rows) positions, in the cache's order and aligned to the end: first the best
 // keys, at last the new rows'. Positions without a key have zeros and a bias of -inf. Packed, sequence b starts at
@@ -25,8 +26,7 @@ struct BestKeys {
     void* bias = nullptr;   // [B, Hkv, total / B]; packed [total, Hkv]; in the dtype of bias_cache
 };
 
-// Whether the functions below serve a call: a window smaller than the room of a sequence, or any with batch_invariant,
-// whose bits do not depend on the room; without relative bias.
+// Whether the functions below serve a call.
 bool can_gather_best_keys(const KvCacheParams& params);
 
 // The number of keys before the new rows, `prefix` [B], and their biases, `biases` [B, Hkv, seqlen_k] in the dtype of

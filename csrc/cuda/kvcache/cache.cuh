@@ -73,10 +73,10 @@ public:
         return slot.exists ? cached_row<T>(cache, slot) : nullptr;
     }
 
-    // The number of a key's row among the rows of all pages, of which a page takes `rows_per_page`.
-    __device__ int row_number(int key, int rows_per_page) const {
+    // CacheRows: the number of a key's row.
+    __device__ int row_number(int key, int page_step, int row_step) const {
         const Slot slot = slot_of(key);
-        return slot.page * rows_per_page + slot.row;
+        return slot.page * page_step + slot.row * row_step;
     }
 
     // Writes the new keys of the rows [begin, end), their values and biases into the cache: `thread` of `num_threads` that

@@ -19,6 +19,16 @@ __device__ __forceinline__ Bits bias_of(const KvCacheArgs& p, const KvCache& cac
                               : minus_infinity<Bits>(p.bias_cache.dtype);
 }
 
+constexpr int kKeysOfCopyCta = 1024;
+
+// Copies the biases of the keys below `end`. The CTAs along x share them, kKeysOfCopyCta each.
+template <typename Bits>
+__device__ __forceinline__ void copy_biases(const KvCacheArgs& p, const KvCache& cache, int end, Bits* to) {
+    const int first = blockIdx.x * kKeysOfCopyCta;
+    for (int key = first + threadIdx.x; key < min(end, first + kKeysOfCopyCta); key += blockDim.x)
+        to[key] = bias_of<Bits>(p, cache, key);
+}
+
 // Calls run(Bits()) with an unsigned integer of the size of a bias.
 template <typename Run>
 void with_bias_bits(const KvCacheParams& p, const Run& run) {

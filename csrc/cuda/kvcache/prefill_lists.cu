@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <numeric>
 
 #include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/launch.h"
@@ -13,8 +14,7 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kKeysOfCta = 4 * kThreads;  // biases that a CTA copies
-constexpr int kAppendedRows = 16;         // of a CTA
+constexpr int kAppendedRows = 16;  // of a CTA
 
 // Writes the new tokens into the cache. grid: (blocks of kAppendedRows rows, Hkv).
 __global__ void __launch_bounds__(kThreads)
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads)
     cache.append<half_t>(block.first_row, block.first_row + kAppendedRows, threadIdx.x, kThreads);
 }
 
-// Copies the biases of all keys. grid: (CTAs of kKeysOfCta keys, B * Hkv). Bits: an unsigned integer of the size of a
-// bias.
+// Copies the biases of all keys. grid: (CTAs of kKeysOfCopyCta keys, B * Hkv). Bits: an unsigned integer of the size of
+// a bias.
 template <typename Bits>
 __global__ void __launch_bounds__(kThreads)
     copy_biases_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ PrefillLists lists) {
@@ -35,9 +35,7 @@ __global__ void __launch_bounds__(kThreads)
     const int kv_heads = static_cast<int>(p.kv_heads);
     const KvCache cache(p, blockIdx.y / kv_heads, blockIdx.y % kv_heads);
     if (cache.rows <= lists.skipped_rows) return;
-    Bits* const to = static_cast<Bits*>(lists.all_biases) + blockIdx.y * lists.bias_stride;
-    const int first = blockIdx.x * kKeysOfCta, end = min(cache.keys, first + kKeysOfCta);
-    for (int key = first + threadIdx.x; key < end; key += kThreads) to[key] = bias_of<Bits>(p, cache, key);
+    copy_biases(p, cache, cache.keys, static_cast<Bits*>(lists.bias_copy) + blockIdx.y * lists.bias_copy_stride);
 }
 
 // The biases of a sequence and KV head: in a copy, in a contiguous cache, or in pages.
@@ -46,9 +44,9 @@ class CachedBiases {
 public:
     __device__ CachedBiases(const KvCacheArgs& p, const PrefillLists& lists, const KvCache& cache)
         : p_(p), cache_(cache), adjacent_(nullptr) {
-        if (lists.all_biases != nullptr) {
-            adjacent_ = static_cast<const Bits*>(lists.all_biases) +
-                        (cache.batch * p.kv_heads + cache.kv_head) * lists.bias_stride;
+        if (lists.bias_copy != nullptr) {
+            adjacent_ = static_cast<const Bits*>(lists.bias_copy) +
+                        (cache.batch * p.kv_heads + cache.kv_head) * lists.bias_copy_stride;
         } else if (p.block_table == nullptr) {
             adjacent_ = cache.cached_row_of<Bits>(p.bias_cache, 0);
         }
@@ -63,18 +61,15 @@ private:
     const Bits* adjacent_;  // null: in pages
 };
 
-constexpr int kSelectThreads = 1024;
-
 using MBlock = RowBlock<static_cast<int>(KeyListsView::kRows)>;
 
 // grid: (m_blocks, Hkv).
 template <DataType kType>
-__global__ void __launch_bounds__(kSelectThreads)
+__global__ void __launch_bounds__(kMBlockSelectThreads)
     list_prefill_keys_kernel(const __grid_constant__ KvCacheArgs p, const __grid_constant__ PrefillLists lists) {
     grid_dependency_sync();
     using Bits = typename FloatBits<kType>::Bits;
     using Selector = MBlockSelector<kType, CachedBiases<Bits>>;
-    static_assert(Selector::kThreads == kSelectThreads);
     constexpr int kRows = static_cast<int>(KeyListsView::kRows);
     __shared__ typename Selector::SharedStorage smem;
     const MBlock block(p, blockIdx.x);
@@ -85,10 +80,11 @@ __global__ void __launch_bounds__(kSelectThreads)
     const CachedBiases<Bits> biases(p, lists, cache);
     Selector selector(biases, cache.keys - cache.rows + block.first_row, rows, cache.keys,
                       static_cast<int>(p.window_size), smem);
-    const int rows_per_page = static_cast<int>(lists.rows_per_page);
+    const int page_step = static_cast<int>(lists.cache_rows.page_step),
+              row_step = static_cast<int>(lists.cache_rows.row_step);
     const int length = selector.run(
         {lists.keys + begin, reinterpret_cast<uint4*>(lists.rows) + begin, static_cast<Bits*>(lists.biases) + begin},
-        [&](int key) { return cache.row_number(key, rows_per_page); });
+        [&](int key) { return cache.row_number(key, page_step, row_step); });
     if (threadIdx.x == 0) {
         const int64_t list =
             (int64_t{cache.batch} * p.kv_heads + cache.kv_head) * lists.num_m_blocks + block.first_row / kRows;
@@ -97,16 +93,22 @@ __global__ void __launch_bounds__(kSelectThreads)
     }
 }
 
-// Rows of the cache that a page or batch element takes: 0 where keys and values need different numbers.
-int64_t rows_per_page(const KvCacheParams& p) {
-    const int64_t keys = p.page_size > 0 ? p.page_size : p.seqlen_k;
-    if (p.cache_batch == 1) return keys;
-    const auto rows_of = [](const RowsView& cache) {
-        return cache.row_stride > 0 && cache.batch_stride % cache.row_stride == 0
-                   ? cache.batch_stride / cache.row_stride
-                   : 0;
+// Nothing where K and V need different numbers, or where these do not fit.
+CacheRows cache_rows(const KvCacheParams& p) {
+    const auto rows_of = [&](const RowsView& cache) -> CacheRows {
+        // One page has one number of rows. With batch_invariant it must not matter how many there are.
+        const int64_t page_stride = p.cache_batch == 1 && !p.batch_invariant ? 0 : cache.batch_stride;
+        if (cache.row_stride <= 0 || page_stride < 0) return {};
+        const int64_t unit = std::gcd(page_stride, cache.row_stride);
+        return {page_stride / unit, cache.row_stride / unit};
     };
-    return rows_of(p.k_cache) == rows_of(p.v_cache) ? rows_of(p.k_cache) : 0;
+    CacheRows rows = rows_of(p.k_cache);
+    const CacheRows values = rows_of(p.v_cache);
+    const int64_t keys = p.page_size > 0 ? p.page_size : p.seqlen_k;
+    rows.count = (p.cache_batch - 1) * rows.page_step + (keys - 1) * rows.row_step + 1;
+    const bool fits =
+        rows.page_step == values.page_step && rows.row_step == values.row_step && rows.count < INT_MAX / 2;
+    return fits ? rows : CacheRows();
 }
 
 // Whether the lists take less time than to select a sequence's best keys once and to gather them (best_keys.h): each CTA
@@ -117,27 +119,19 @@ bool is_faster(const KvCacheParams& p) {
     return ceil_div<int64_t>(ctas, current_device().num_sms) * p.seqlen_k <= kMaxKeys;
 }
 
-// A window of all keys selects nothing, unless bits must not depend on the room of a sequence.
-bool serves(const KvCacheParams& p) {
-    if (!can_gather(p) || p.window_size == 0 || p.seqlen_k == 0) return false;
-    if (!p.bias_cache.present() || p.relative_bias.present()) return false;
-    return p.batch_invariant || (p.window_size < p.seqlen_k && is_faster(p));
-}
-
 }  // namespace
 
 PrefillLists plan_prefill_lists(const KvCacheParams& p) {
     constexpr int64_t kRows = KeyListsView::kRows;
     PrefillLists lists;
-    if (!serves(p)) return lists;
-    const int64_t rows = rows_per_page(p), keys = p.page_size > 0 ? p.page_size : p.seqlen_k;
-    lists.cache_rows = (p.cache_batch - 1) * rows + keys;
+    if (!selects_keys(p) || !(p.batch_invariant || is_faster(p))) return lists;
+    lists.cache_rows = cache_rows(p);
     lists.num_m_blocks = ceil_div(p.seqlen_q, kRows);
-    const bool reads_cache = has_vector_bias(p) && (p.page_size > 0 || p.seqlen_k % kGroup == 0);
-    if (!reads_cache) lists.bias_stride = ceil_div<int64_t>(p.seqlen_k, kGroup) * kGroup;
+    static_assert(kGroup == kVectorBiases);
+    const bool reads_cache = has_vector_bias(p) && p.seqlen_k % kVectorBiases == 0;  // also the last biases
+    if (!reads_cache) lists.bias_copy_stride = ceil_div<int64_t>(p.seqlen_k, kVectorBiases) * kVectorBiases;
     lists.stride = KeyListsView::padded(std::min(std::min(p.window_size, p.seqlen_k) + kRows, p.seqlen_k));
     lists.capacity = MBlock::count(p) * p.kv_heads * lists.stride;
-    if (lists.cache_rows < INT_MAX / 2) lists.rows_per_page = rows;
     return lists;
 }
 
@@ -148,13 +142,13 @@ void list_prefill_keys(const KvCacheParams& params, const PrefillLists& lists, c
     if (params.key.data != nullptr)
         launch(append_kernel, {dim3(grid_of(RowBlock<kAppendedRows>::count(params)), kv_heads), kThreads}, stream, args,
                lists);
-    if (lists.all_biases != nullptr)
+    if (lists.bias_copy != nullptr)
         with_bias_bits(params, [&](auto bits) {
-            const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCta));
+            const dim3 grid = grid_of_heads(params, ceil_div<int64_t>(params.seqlen_k, kKeysOfCopyCta));
             launch(copy_biases_kernel<decltype(bits)>, {grid, kThreads}, stream, args, lists);
         });
     const auto run = [&](auto kernel) {
-        launch(kernel, {dim3(grid_of(MBlock::count(params)), kv_heads), kSelectThreads}, stream, args, lists);
+        launch(kernel, {dim3(grid_of(MBlock::count(params)), kv_heads), kMBlockSelectThreads}, stream, args, lists);
     };
     switch (params.bias_cache.dtype) {
         case DataType::kFloat16: return run(list_prefill_keys_kernel<DataType::kFloat16>);
@@ -169,7 +163,7 @@ FwdParams attention_to_lists(const KvCacheParams& params, const PrefillLists& li
     p.heads = params.heads;
     p.kv_heads = params.kv_heads;
     p.seqlen_q = params.seqlen_q;
-    p.seqlen_k = p.total_k = lists.cache_rows;
+    p.seqlen_k = p.total_k = lists.cache_rows.count;
     p.total_q = params.total_q;
     p.head_dim = params.head_dim;
     p.cu_seqlens_q = params.cu_seqlens_q;
@@ -178,8 +172,11 @@ FwdParams attention_to_lists(const KvCacheParams& params, const PrefillLists& li
     p.softmax_scale = params.softmax_scale;
     p.softcap = params.softcap;
     p.query = params.query;
-    p.key = {params.k_cache.data, 0, params.k_cache.row_stride, params.k_cache.head_stride};
-    p.value = {params.v_cache.data, 0, params.v_cache.row_stride, params.v_cache.head_stride};
+    const auto in_units = [&](const RowsView& cache) -> RowsView {
+        return {cache.data, 0, cache.row_stride / lists.cache_rows.row_step, cache.head_stride};
+    };
+    p.key = in_units(params.k_cache);
+    p.value = in_units(params.v_cache);
     p.out = params.out;
     p.lse = params.lse;
     p.lists.keys = lists.keys;

@@ -8,29 +8,38 @@
 
 namespace flash_dmattn::cuda {
 
-// The lists, without causality: row bits have it. List t is that of KeyListsView, but its keys are numbers of rows of
-// the cache, of which a page or batch element takes rows_per_page. Only m_blocks with rows of sequences that are not
-// skipped have a list.
-struct PrefillLists {
-    int64_t num_m_blocks = 0;   // of a sequence
-    int64_t stride = 0;         // keys that a list has room for
-    int64_t capacity = 0;       // keys that all lists have room for
-    int64_t rows_per_page = 0;  // of k_cache and of v_cache
-    int64_t cache_rows = 0;     // rows of the cache
-    int64_t bias_stride = 0;    // biases of a sequence and KV head in all_biases
-    int64_t skipped_rows = 0;   // sequences of at most so many rows are left out
+// Rows of K, and of V, as numbers: page (or batch element) * page_step + row * row_step, in units of a stride that is
+// their own.
+struct CacheRows {
+    int64_t page_step = 0, row_step = 0;
+    int64_t count = 0;  // above all numbers
 
-    // [B, Hkv, bias_stride], in the dtype of bias_cache: scratch where they cannot be read eight at a time in the cache,
-    // else null
-    void* all_biases = nullptr;
+    bool exist() const { return row_step > 0; }
+};
+
+// List t is that of KeyListsView, but its entries are numbers of rows of the cache. Causality is in the row bits. Only
+// m_blocks with rows of sequences that are not skipped have a list.
+struct PrefillLists {
+    CacheRows cache_rows;
+    int64_t num_m_blocks = 0;      // of a sequence
+    int64_t stride = 0;            // keys that a list has room for
+    int64_t capacity = 0;          // keys that all lists have room for
+    int64_t bias_copy_stride = 0;  // biases of a sequence and KV head in bias_copy
+    int64_t skipped_rows = 0;      // sequences of at most so many rows are left out
+
+    // [B, Hkv, bias_copy_stride], in the dtype of bias_cache: scratch for a copy where the biases cannot be read eight at
+    // a time in the cache; else null
+    void* bias_copy = nullptr;
     int32_t* keys = nullptr;    // [capacity]
     int64_t* begins = nullptr;  // [B, Hkv, num_m_blocks]
     int64_t* ends = nullptr;    // the same
     uint32_t* rows = nullptr;   // [capacity, 4]
     void* biases = nullptr;     // [capacity], in the dtype of bias_cache
+
+    bool serves() const { return cache_rows.exist(); }
 };
 
-// The sizes; rows_per_page is 0 where list_prefill_keys does not serve the call.
+// The sizes, where list_prefill_keys serves the call.
 PrefillLists plan_prefill_lists(const KvCacheParams& params);
 // Also writes the new tokens into the cache, except those of skipped sequences.
 void list_prefill_keys(const KvCacheParams& params, const PrefillLists& lists, cudaStream_t stream);

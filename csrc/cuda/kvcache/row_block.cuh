@@ -9,7 +9,7 @@ namespace flash_dmattn::cuda {
 // those of the next sequence: no lengths are summed up to find a block.
 template <int kRows>
 struct RowBlock {
-    int batch, first_row;  // in the sequence; at or beyond its rows where the number is unused
+    int batch, first_row;  // in the sequence; beyond its rows where the number is unused
 
     static int64_t count(const KvCacheParams& p) { return p.total_q / kRows + p.batch; }
     // All threads of a CTA call.
@@ -20,7 +20,8 @@ struct RowBlock {
             begun += __syncthreads_count(b < p.batch && first_block(p, b) <= index);
         }
         batch = uniform(max(begun - 1, 0));
-        first_row = uniform(max(index - first_block(p, batch), 0)) * kRows;
+        const int block = uniform(index - first_block(p, batch));
+        first_row = block >= 0 ? block * kRows : static_cast<int>(p.total_q);
     }
 
 private:

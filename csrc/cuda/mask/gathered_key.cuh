@@ -12,7 +12,7 @@ struct PrefetchedKey {
     KeyBiasBits bias;
 };
 
-// The biases of the keys of a list, where these have biases of their own, or of the keys of the sequence.
+// Where the biases of a list start: the list's own, by entry, or the sequence's, by key.
 __device__ __forceinline__ const char* list_bias_data(const AttentionParams& p, const Sequence& s, int head,
                                                       const KeyList& list) {
     if (p.lists.biases == nullptr) return bias_data(p.bias, score_offset(p.bias, s, head, p.heads));

@@ -1,4 +1,4 @@
-// Key lists: the sorted keys that any row of an m_block sees, and which rows see each of them.
+// Key lists: the keys that rows of an m_block may see, and which rows see each of them.
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"

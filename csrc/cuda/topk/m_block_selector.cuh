@@ -1,11 +1,11 @@
 // Top-k selection for many query rows: radix select from a key bias straight to the key list of an m_block, with row
 // bits. A CTA has an m_block.
 //
-// The window of a row has the w largest keys up to the row's own. Each row adds its key to the window of the row before
-// and, if there are more than w, evicts the smallest. So of the window before an m_block of n rows only the n smallest
-// keys can be evicted (evictable), and the others stay for all rows. Radix select finds both ends of the evictable keys
-// in the same passes over the biases. Then a row sees an evictable or new key if fewer keys than there are places beside
-// the staying ones are larger, among the evictable keys and the new keys up to the row.
+// The window of a row has the w largest keys up to the row's own. Each row adds its key and, if there are more than w,
+// evicts the smallest. An m_block of n rows thus evicts at most the n smallest keys of the window before it
+// (evictable); the others stay for all its rows. One radix select finds both thresholds, of the window and of the
+// staying keys. A row sees an evictable or new key if fewer than w - (staying keys) of the evictable keys and of the new
+// keys up to this row are larger. chunked_sequences.cu divides a sequence in the same way.
 #pragma once
 
 #include <climits>
@@ -14,6 +14,8 @@
 #include "order_group.cuh"
 
 namespace flash_dmattn::cuda {
+
+constexpr int kMBlockSelectThreads = 1024;
 
 // The list of an m_block, as in KeyListsView, with the bias of each key.
 template <typename Bits>
@@ -27,17 +29,15 @@ struct MBlockList {
 // aligned.
 template <DataType kType, typename Biases>
 class MBlockSelector {
-public:
     using Bits = typename FloatBits<kType>::Bits;
-    static constexpr int kThreads = 1024;
-
-private:
+    static constexpr int kThreads = kMBlockSelectThreads;
     static constexpr int kWarps = kThreads / 32, kRows = static_cast<int>(KeyListsView::kRows);
     static constexpr int kRowWords = kRows / 32;
     static constexpr int kGroups = sizeof(Bits) == 2 ? 4 : 2;  // of a thread
     static constexpr int kDigits = sizeof(Bits) * 8 / kDigit;
     static_assert(kWarps == 32, "a lane for each warp's sum");
     static_assert(kGroups * kGroup <= 32, "a bit for each key of a thread");
+    static_assert(kThreads * kGroups * kGroup < 1 << 16, "two counts in a word");
 
     // The `wanted` largest of the keys before the m_block: those above `threshold`, and the last `wanted` of the `equal`
     // keys equal to it. No masked key is wanted.
@@ -50,23 +50,23 @@ private:
         uint32_t order;
         int row;
     };
-    static constexpr int kStaged = kSearches * DigitHistogram::kWords;
-    static constexpr int kParts = 8;  // threads that compare a key with the evictable ones
+    static constexpr int kStagedKeys = kSearches * DigitHistogram::kWords;
+    static constexpr int kThreadsPerKey = 8;  // that compare a key with the evictable ones
 
 public:
     struct SharedStorage {
         union {
-            uint32_t histograms[kSearches * DigitHistogram::kWords];
-            int window[kStaged];  // the first keys of the window; the list has the others
+            uint32_t histograms[kStagedKeys];
+            int window[kStagedKeys];  // the first keys of the window; the list has the others
         };
         uint32_t totals[kSearches][kBins];
         Search searches[kSearches];
         uint32_t warp_sums[2][kWarps];
-        alignas(16) uint32_t evictable[kRows];  // orders
-        int evictable_at[kRows];                // positions in the list
-        AddedKey added[kRows];                  // the new keys that may enter the window
-        int evictable_end[kRows], added_end[kRows];
-        uint32_t enters[kRowWords];  // bit i % 32 of word i / 32: new key i
+        alignas(16) uint32_t evictable[kRows];               // orders
+        int evictable_at[kRows];                             // positions in the list
+        AddedKey added[kRows];                               // the new keys that may enter the window
+        int evictable_evicted[kRows], added_evicted[kRows];  // by which row; kRows: by none
+        uint32_t ballots[kRowWords];                         // of the first kRows threads
     };
 
     // The m_block has `rows` rows, of the keys first_key, first_key + 1, .., below `keys`. first_key may be negative:
@@ -77,13 +77,16 @@ public:
         per_thread_ = min(ceil_div(before_, kThreads * kGroup), kGroups) * kGroup;
     }
 
-    // Writes the list, with id_of(key) for each key. Returns its length, without padding. All threads call.
-    template <typename IdOf>
-    __device__ int run(const MBlockList<Bits>& list, const IdOf& id_of) {
+    // Writes the list. row_of(key) is the number that the list has for a key. Returns its length, without padding. All
+    // threads call.
+    template <typename RowOf>
+    __device__ int run(const MBlockList<Bits>& list, const RowOf& row_of) {
         find_thresholds();
-        write_window(list);
-        find_ends(list);
-        return finish(list, id_of);
+        find_window(list);
+        find_eviction_rows(list);
+        refuse_nan(found_nan_ || Group<kType>::has_nan(nans_));
+        write_window(list, row_of);
+        return append_new_keys(list, row_of);
     }
 
 private:
@@ -135,6 +138,7 @@ private:
         searches_[kWindow] = {0, min(window_, before_), 0};
         searches_[kStaying] = {0, min(max(window_ - rows_, 0), before_), 0};
         if (before_ > 0) find_digit<kDigits - 1>();
+        // Where none is wanted, all digits are the largest, which no key has. No masked key is wanted: INT_MAX skips all.
 #pragma unroll
         for (Search& search : searches_)
             if (search.threshold <= kMaskedOrder<kType>) search = {kMaskedOrder<kType>, 0, INT_MAX};
@@ -147,12 +151,10 @@ private:
         if constexpr (kAt > 0) find_digit<kAt - 1>();
     }
 
-    // Where the thresholds have the same digits so far, both searches use the first histogram.
     template <int kShift>
     __device__ void count_digit() {
         const DigitHistogram histogram(smem_.histograms);
-        histogram.clear(kThreads);
-        DigitHistogram(smem_.histograms + DigitHistogram::kWords).clear(kThreads);
+        histogram.clear(kThreads, kSearches);
         __syncthreads();
         for_each_load([&](int) {
             for_each_group([&](const Group<kType>& group, int) {
@@ -173,6 +175,7 @@ private:
         if (s < kSearches) {
             Search search = searches_[kStaying];
             if (s == kWindow) search = searches_[kWindow];
+            // While the thresholds have the same digits, the first histogram has all keys.
             const bool is_shared = searches_[kWindow].threshold == searches_[kStaying].threshold;
             const uint32_t* totals = smem_.totals[is_shared ? 0 : s];
             const ChosenDigit chosen = choose_largest_digit(totals, search.wanted);
@@ -220,11 +223,11 @@ private:
     }
 
     __device__ int key_at(const MBlockList<Bits>& list, int at) const {
-        return at < kStaged ? smem_.window[at] : list.keys[at];
+        return at < kStagedKeys ? smem_.window[at] : list.keys[at];
     }
 
-    // Writes the window's keys, and finds which of them are evictable.
-    __device__ void write_window(const MBlockList<Bits>& list) {
+    // Finds the window's keys, in order, and which of them are evictable.
+    __device__ void find_window(const MBlockList<Bits>& list) {
         int equal_before[kSearches] = {};
         for_each_load([&](int first) {
             const Bitmap of_window = compare(searches_[kWindow]), of_staying = compare(searches_[kStaying]);
@@ -237,7 +240,7 @@ private:
             const uint32_t before = exclusive_sum(__popc(window) | __popc(evictable) << 16, total);
             int at = listed_ + static_cast<int>(before & 0xffff), number = evictable_ + static_cast<int>(before >> 16);
             for (uint32_t left = window; left != 0; left &= left - 1) {
-                (at < kStaged ? smem_.window : list.keys)[at] = first + __ffs(left) - 1;
+                (at < kStagedKeys ? smem_.window : list.keys)[at] = first + __ffs(left) - 1;
                 if ((evictable & left & -left) != 0) smem_.evictable_at[number++] = at;
                 ++at;
             }
@@ -247,8 +250,8 @@ private:
         __syncthreads();
     }
 
-    // Finds the row at which each evictable and each new key is evicted.
-    __device__ void find_ends(const MBlockList<Bits>& list) {
+    // Finds the row that evicts each evictable and each new key.
+    __device__ void find_eviction_rows(const MBlockList<Bits>& list) {
         const int i = threadIdx.x % kRows;
         uint32_t order = 0;
         if (threadIdx.x < kRows) {
@@ -258,11 +261,11 @@ private:
                 const Bits bits = *biases_.at(key);
                 found_nan_ = is_nan<kType>(bits);
                 order = rank_of_bias<kType>(bits);
-                // A full window only grows: smaller keys never enter it.
+                // The smallest key of a full window never decreases.
                 may_enter = order > 0 && (before_ < window_ || order >= searches_[kWindow].threshold);
             }
             const uint32_t ballot = __ballot_sync(~0u, may_enter);
-            if (lane_id() == 0) smem_.enters[warp_id()] = ballot;
+            if (lane_id() == 0) smem_.ballots[warp_id()] = ballot;
         } else if (threadIdx.x < 2 * kRows) {
             smem_.evictable[i] =
                 i < evictable_ ? rank_of_bias<kType>(*biases_.at(key_at(list, smem_.evictable_at[i]))) : 0;
@@ -271,7 +274,7 @@ private:
         int before = 0;
 #pragma unroll
         for (int w = 0; w < kRowWords; ++w) {
-            const uint32_t word = smem_.enters[w];
+            const uint32_t word = smem_.ballots[w];
             if (threadIdx.x < kRows && w == warp_id() && (word >> lane_id() & 1) != 0)
                 smem_.added[before + rank_in(word)] = {order, i};
             before += __popc(word);
@@ -280,43 +283,45 @@ private:
         __syncthreads();
 
         // On ties the later key is larger. New keys are later than evictable ones.
-        const int places = window_ - (listed_ - evictable_);
-        for (int n = threadIdx.x / kParts; n < kRows; n += kThreads / kParts) {
-            const uint32_t key = smem_.evictable[n];
-            const int left = places - count_larger(key, n);
-            const bool is_one = n < evictable_ && threadIdx.x % kParts == 0;
-            if (is_one) smem_.evictable_end[n] = left > added_ ? kRows : find_end(key, 0, left);
-        }
-        for (int n = threadIdx.x / kParts; n - lane_id() / kParts < added_; n += kThreads / kParts) {
-            const AddedKey key = smem_.added[min(n, added_ - 1)];
-            int left = places - count_larger(key.order, kRows);
-            if (n >= added_ || threadIdx.x % kParts != 0) continue;
-            for (int earlier = 0; earlier < n; ++earlier) left -= smem_.added[earlier].order > key.order ? 1 : 0;
-            smem_.added_end[n] = left > 0 ? find_end(key.order, n + 1, left) : key.row;
+        const int free_slots = window_ - (listed_ - evictable_), n = threadIdx.x / kThreadsPerKey;
+        static_assert(kThreads == kRows * kThreadsPerKey);
+        const bool is_leader = threadIdx.x % kThreadsPerKey == 0;
+        const uint32_t evictable = smem_.evictable[n];
+        const int left = free_slots - count_larger(evictable, n);
+        if (is_leader && n < evictable_)
+            smem_.evictable_evicted[n] = left > added_ ? kRows : find_eviction_row(evictable, 0, left);
+        if (n - lane_id() / kThreadsPerKey < added_) {  // a warp at a time
+            const AddedKey added = smem_.added[min(n, added_ - 1)];
+            int slots = free_slots - count_larger(added.order, kRows);
+            if (is_leader && n < added_) {
+                for (int earlier = 0; earlier < n; ++earlier)
+                    if (smem_.added[earlier].order > added.order) --slots;
+                smem_.added_evicted[n] = slots > 0 ? find_eviction_row(added.order, n + 1, slots) : added.row;
+            }
         }
         __syncthreads();
     }
 
-    // The number of evictable keys that are larger than the n-th one, of order `key`. kParts threads share the work; a
-    // warp calls.
-    __device__ int count_larger(uint32_t key, int n) const {
+    // The number of evictable keys that are larger than the n-th one, of this order. kThreadsPerKey threads share the
+    // work; a warp calls.
+    __device__ int count_larger(uint32_t order, int n) const {
         int larger = 0;
 #pragma unroll
-        for (int i = 0; i < kRows; i += 4 * kParts) {
-            const int first = i + static_cast<int>(threadIdx.x) % kParts * 4;
+        for (int i = 0; i < kRows; i += 4 * kThreadsPerKey) {
+            const int first = i + static_cast<int>(threadIdx.x) % kThreadsPerKey * 4;
             const uint4 words = *reinterpret_cast<const uint4*>(smem_.evictable + first);
             const uint32_t orders[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-            for (int j = 0; j < 4; ++j) larger += orders[j] >= key + (first + j > n ? 0 : 1) ? 1 : 0;
+            for (int j = 0; j < 4; ++j) larger += orders[j] >= order + (first + j > n ? 0 : 1) ? 1 : 0;
         }
 #pragma unroll
-        for (int lanes = 1; lanes < kParts; lanes *= 2) larger += __shfl_xor_sync(~0u, larger, lanes);
+        for (int lanes = 1; lanes < kThreadsPerKey; lanes *= 2) larger += __shfl_xor_sync(~0u, larger, lanes);
         return larger;
     }
 
     // The row of the `count`-th new key, from number `first` on, that is larger than an earlier key of this order; kRows
     // where there are fewer.
-    __device__ int find_end(uint32_t order, int first, int count) const {
+    __device__ int find_eviction_row(uint32_t order, int first, int count) const {
         for (int i = first; i < added_; ++i)
             if (smem_.added[i].order >= order && --count == 0) return smem_.added[i].row;
         return kRows;
@@ -329,32 +334,39 @@ private:
                 bits_below(end, 2) & ~bits_below(begin, 2), bits_below(end, 3) & ~bits_below(begin, 3)};
     }
 
-    // Adds the new keys and the padding, row bits and biases, and replaces keys by their ids.
-    template <typename IdOf>
-    __device__ int finish(const MBlockList<Bits>& list, const IdOf& id_of) {
-        refuse_nan(found_nan_ || Group<kType>::has_nan(nans_));
-        const auto put = [&](int at, int key, const uint4& rows) {
-            list.keys[at] = id_of(key);
-            list.biases[at] = *biases_.at(key);
-            list.rows[at] = rows;
-        };
-        const int n = threadIdx.x, row = n < added_ ? smem_.added[n].row : 0;
-        const bool is_listed = n < added_ && smem_.added_end[n] > row;
-        const uint32_t ballot = __ballot_sync(~0u, is_listed);
-        if (n < kRows && lane_id() == 0) smem_.enters[warp_id()] = ballot;
-        for (int at = threadIdx.x; at < listed_; at += kThreads) put(at, key_at(list, at), row_bits(0, rows_));
+    template <typename RowOf>
+    __device__ void write_entry(const MBlockList<Bits>& list, int at, int key, const uint4& rows, const RowOf& row_of) {
+        list.keys[at] = row_of(key);
+        list.biases[at] = *biases_.at(key);
+        list.rows[at] = rows;
+    }
+
+    template <typename RowOf>
+    __device__ void write_window(const MBlockList<Bits>& list, const RowOf& row_of) {
+        for (int at = threadIdx.x; at < listed_; at += kThreads)
+            write_entry(list, at, key_at(list, at), row_bits(0, rows_), row_of);
         __syncthreads();
-        if (n < evictable_) list.rows[smem_.evictable_at[n]] = row_bits(0, smem_.evictable_end[n]);
+        const int n = threadIdx.x;
+        if (n < evictable_) list.rows[smem_.evictable_at[n]] = row_bits(0, smem_.evictable_evicted[n]);
+    }
+
+    // Appends the new keys that a row sees, and the padding. Returns the length without padding.
+    template <typename RowOf>
+    __device__ int append_new_keys(const MBlockList<Bits>& list, const RowOf& row_of) {
+        const int n = threadIdx.x, row = n < added_ ? smem_.added[n].row : 0;
+        const bool is_seen = n < added_ && smem_.added_evicted[n] > row;
+        const uint32_t ballot = __ballot_sync(~0u, is_seen);
+        if (n < kRows && lane_id() == 0) smem_.ballots[warp_id()] = ballot;
+        __syncthreads();
         int at = listed_ + rank_in(ballot), length = listed_;
 #pragma unroll
         for (int w = 0; w < kRowWords; ++w) {
-            const int count = __popc(smem_.enters[w]);
+            const int count = __popc(smem_.ballots[w]);
             if (w < warp_id()) at += count;
             length += count;
         }
-        if (is_listed) put(at, first_key_ + row, row_bits(row, smem_.added_end[n]));
-        const int padded = static_cast<int>(KeyListsView::padded(length));
-        if (length + n < padded) list.keys[length + n] = -1;
+        if (is_seen) write_entry(list, at, first_key_ + row, row_bits(row, smem_.added_evicted[n]), row_of);
+        if (length + n < static_cast<int>(KeyListsView::padded(length))) list.keys[length + n] = -1;
         return length;
     }
 

@@ -17,10 +17,10 @@ public:
 
     __device__ explicit DigitHistogram(uint32_t* copies) : copies_(copies) {}
 
-    // All threads call. The bin of keys without a digit is never read.
-    __device__ void clear(int num_threads) const {
-        for (int i = threadIdx.x; i < kBins * kCopies / 4; i += num_threads)
-            reinterpret_cast<uint4*>(copies_)[i] = uint4{};
+    // Also of the histograms behind this one. All threads call. The bin of keys without a digit is never read.
+    __device__ void clear(int num_threads, int histograms = 1) const {
+        const int words = (histograms - 1) * kWords + kBins * kCopies;
+        for (int i = threadIdx.x; i < words / 4; i += num_threads) reinterpret_cast<uint4*>(copies_)[i] = uint4{};
     }
     __device__ void add(uint32_t bin) const { add_one_at(smem_address(copies_) + (bin * kCopies + copy()) * 4); }
     // The orders in both halves of a word, by their high bytes.
@@ -29,13 +29,13 @@ public:
     __device__ void add_low_bytes(uint32_t word, uint32_t known) const {
         add_two(__vminu2(word ^ known * 0x10001, kBins * 0x10001));
     }
-    // The same where another histogram lies behind this one: orders that match `known` are counted here, and of the others
-    // those that match `other` there.
+    // The same, and in the histogram behind this one the orders that match `other`, but not `known`.
     __device__ void add_low_bytes(uint32_t word, uint32_t known, uint32_t other) const {
         const uint32_t here = __vminu2(word ^ known * 0x10001, kBins * 0x10001),
                        there = __vminu2(word ^ other * 0x10001, kBins * 0x10001);
         add_two(__vminu2(here, there) + (here >> 8 & 0x10001) * (kBins + 1));
     }
+    // `bin` here, or else bin_of_other in the histogram behind this one.
     __device__ void add(uint32_t bin, uint32_t bin_of_other) const {
         add(min(bin, bin_of_other) + (bin < kBins ? 0 : kBins + 1));
     }
@@ -158,7 +158,7 @@ struct alignas(16) Group {
         }
     }
 
-    // The same in one of two neighbouring histograms.
+    // Counts in `histogram` the orders that match `known`, and in the one behind it the others that match `other`.
     template <int kShift>
     __device__ void count(const DigitHistogram& histogram, uint32_t known, uint32_t other) const {
 #pragma unroll
@@ -174,11 +174,11 @@ struct alignas(16) Group {
         }
     }
 
-    // Bit i: order i is above `limit`, which is not 0, or equal to it.
-    struct Bits8 {
-        uint32_t above = 0, equal = 0;
+    struct KeyBits {
+        uint32_t above = 0, equal = 0;  // bit i: order i is above the limit, equal to it
     };
-    __device__ Bits8 compare(uint32_t limit) const {
+    // The limit is not 0.
+    __device__ KeyBits compare(uint32_t limit) const {
         if constexpr (kPerWord == 2) {
             const uint32_t below = (limit - 1) * 0x10001;
             uint32_t found = 0;  // two bits for an order, of the low halves and of the high halves: 1 equal, 2 above
@@ -187,29 +187,13 @@ struct alignas(16) Group {
             const auto interleave = [](uint32_t bits) { return (bits & 0x55) | (bits >> 15 & 0xaa); };
             return {interleave(found >> 1), interleave(found)};
         }
-        Bits8 bits;
+        KeyBits bits;
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             bits.above |= words[i] > limit ? 1u << i : 0;
             bits.equal |= words[i] == limit ? 1u << i : 0;
         }
         return bits;
-    }
-    // Bit i: order i >= limit.
-    __device__ uint32_t at_least(uint32_t limit) const {
-        uint32_t mask = 0;
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-            const uint32_t word = words[i / kPerWord];
-            bool holds;
-            if constexpr (kPerWord == 2) {
-                holds = (i % 2 == 0 ? word << 16 : word) >= limit << 16;
-            } else {
-                holds = word >= limit;
-            }
-            mask |= holds ? 1u << i : 0;
-        }
-        return mask;
     }
 };
 

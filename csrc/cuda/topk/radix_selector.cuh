@@ -251,14 +251,13 @@ private:
         for_each_load([&](int first) {
             // Group g has bits [8 g, 8 g + 8).
             uint32_t greater = 0, equal = 0;
-            if (threshold_ != static_cast<Bits>(~Bits{0})) {
 #pragma unroll
-                for (int g = 0; g < kGroups; ++g) {
-                    greater |= groups_[g].at_least(threshold_ + 1u) << (g * kGroup);
-                    equal |= groups_[g].at_least(threshold_) << (g * kGroup);
-                }
-                equal = equal_taken_ == 0 ? 0 : equal & ~greater;
+            for (int g = 0; g < kGroups; ++g) {
+                const auto bits = groups_[g].compare(threshold_);
+                greater |= bits.above << (g * kGroup);
+                equal |= bits.equal << (g * kGroup);
             }
+            if (equal_taken_ == 0) equal = 0;
             // Counts of greater (low half) and equal (high half) keys of this load before the thread's.
             uint32_t before[kGroups], own[kGroups];
 #pragma unroll

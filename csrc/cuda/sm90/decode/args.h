@@ -8,11 +8,11 @@ namespace flash_dmattn::cuda::sm90 {
 // A CTA has 8 warps (two CTAs per SM up to head dimension 128), or 16 up to head dimension 128.
 constexpr int kDecodeMinWarps = 8, kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
-constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head: packed rows
-constexpr int kDecodeTileRows = 8;     // packed rows that a warp computes
-constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
-constexpr int kDecodeGroup = 8;        // neighbouring keys of a thread that reads biases
-constexpr int kScanGroup = 16;         // and of a lane that scans their orders
+constexpr int kDecodeMaxRows = 64;           // query rows times query heads of a KV head: packed rows
+constexpr int kDecodeTileRows = 8;           // packed rows that a warp computes
+constexpr int kDecodeMaxCluster = 16;        // above 8 is not portable
+constexpr int kDecodeGroup = kVectorBiases;  // neighbouring keys of a thread that reads biases
+constexpr int kScanGroup = 16;               // and of a lane that scans their orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
 // batch_invariant: kInvariantMinWarps attend to a sequence of up to kInvariantKeys keys, twice as many to one of up to
 // twice as many keys, and so on up to kInvariantMaxWarps. A split has kInvariantSplitWarps of them, or one for each

@@ -63,21 +63,16 @@ public:
     };
 
     __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
-        : params_(params), next_work_tile_(next_work_tile), step_(2 * (gridDim.x - blockIdx.x) - 1) {}
+        : params_(params), next_work_tile_(next_work_tile) {}
 
-    // Static: the work tile of this CTA in a round.
-    __device__ static unsigned static_work(unsigned round) {
-        static_assert(kIsStatic);
+    // Static: the work tile of this CTA in a round. Every other round runs backwards.
+    __device__ static unsigned work_tile_of_round(unsigned round) {
         return round % 2 == 0 ? round * gridDim.x + blockIdx.x : (round + 1) * gridDim.x - 1 - blockIdx.x;
     }
 
     __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
-    __device__ __forceinline__ WorkTileInfo next_work(WorkTileInfo current) {
-        if (kIsStatic || params_.tile_count_semaphore == nullptr) {
-            const unsigned step = step_;
-            step_ = 2 * gridDim.x - step;
-            return {current.index + step};
-        }
+    __device__ __forceinline__ WorkTileInfo next_work() {
+        if (kIsStatic || params_.tile_count_semaphore == nullptr) return {work_tile_of_round(++round_)};
         // Two slots, since another warp may not have read the last index yet.
         unsigned& next = next_work_tile_[slot_];
         slot_ ^= 1;
@@ -90,7 +85,7 @@ private:
     const FwdTileSchedulerParams& params_;
     unsigned (&next_work_tile_)[2];
     int slot_ = 0;
-    unsigned step_;  // static: to the next work tile
+    unsigned round_ = 0;  // static
 };
 
 }  // namespace flash_dmattn::cuda::sm90

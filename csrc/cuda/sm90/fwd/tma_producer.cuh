@@ -33,7 +33,7 @@ protected:
     template <typename Visit>
     __device__ __forceinline__ void for_each_work_tile(const Visit& visit) {
         typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
-        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work(tile)) {
+        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work()) {
             const FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows);
             kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
             if (!work_tile.is_empty()) visit(work_tile);

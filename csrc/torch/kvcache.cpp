@@ -437,10 +437,10 @@ ForwardResult attend_to(const GatheredCache& keys, const KvCacheInputs& in) {
                    in.batch_invariant);
 }
 
-// Whether keys are gathered, and not by compose_attention_with_kvcache. A contiguous cache is read in place, with a
-// window by the kernels that select key lists for few rows. Where offsets are read back for checks, rows may be removed
-// as padding.
-bool gathers_keys(const KvCacheInputs& in, const KvCacheParams& p) {
+// Whether kernels of cuda/kvcache serve the call, and not compose_attention_with_kvcache: attention over a contiguous
+// cache needs none, with a window by the kernels that select key lists for few rows. Where offsets are read back for
+// checks, rows may be removed as padding.
+bool needs_cache_kernels(const KvCacheInputs& in, const KvCacheParams& p) {
     const bool in_place =
         !in.block_table && !in.cache_batch_idx && !in.is_packed() && (!in.window_size || p.seqlen_q <= kMaxListedRows);
     return !in_place && !(in.is_packed() && is_host_readable(*in.cu_seqlens_q));
@@ -471,7 +471,7 @@ ForwardResult empty_result(const KvCacheInputs& in, KvCacheParams& p) {
 // kernels do not serve the call.
 bool attend_in_cache(const KvCacheInputs& in, const KvCacheParams& p) {
     const bool has_chunks = in.is_packed() || p.seqlen_q > kMaxListedRows;
-    if (!in.window_size || !has_chunks || in.sinks || !gathers_keys(in, p)) return false;
+    if (!in.window_size || !has_chunks || in.sinks || !needs_cache_kernels(in, p)) return false;
     KvCacheParams chunks = p;
     constexpr int64_t kRows = KeyListsView::kRows;
     if (in.batch_invariant) chunks.seqlen_q = (p.seqlen_q + kRows - 1) / kRows * kRows;
@@ -484,7 +484,7 @@ bool attend_in_cache(const KvCacheInputs& in, const KvCacheParams& p) {
 
 // Attention over keys that kernels gather; nothing, and no effect, where they do not serve the call.
 std::optional<ForwardResult> attend_by_gathering(const KvCacheInputs& in, KvCacheParams p) {
-    if (!gathers_keys(in, p)) return std::nullopt;
+    if (!needs_cache_kernels(in, p)) return std::nullopt;
     const auto keys = in.window_size ? gather_best_keys_cuda(p, in.k_cache, *in.bias_cache)
                                      : gather_all_keys_cuda(p, in.k_cache, in.bias_cache);
     if (!keys) return std::nullopt;
@@ -512,7 +512,7 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
     if (attend_in_cache(in, p)) return result;
     if (in.window_size || in.is_packed()) {
         if (const auto gathered = attend_by_gathering(in, p)) return *gathered;
-    } else if (gathers_keys(in, p)) {  // all keys are gathered without gaps
+    } else if (needs_cache_kernels(in, p)) {  // all keys are gathered without gaps
         const KvCacheInputs all = packed(in, p.batch);
         if (const auto gathered = attend_by_gathering(all, params_of(all, p.batch))) return unpack(*gathered, p.batch);
     }

@@ -252,13 +252,14 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     # every key at its position.
     is_in_place = slots.table is None and slots.elements is None and not is_packed
     few_rows = is_in_place and sequences.max_rows <= MAX_TOPK_LIST_ROWS
-    if selects and not few_rows and given.relative_bias is None:
+    only_best = selects and not few_rows and given.relative_bias is None
+    if only_best:
         keys = best_and_new_keys(given, slots, sequences)
     elif is_packed:
         keys = all_keys_packed(given, slots, sequences)
     else:
         keys = Keys([slots.whole(cache, longest) for cache in caches_of(given)], sequences.keys, longest)
-    if fallbacks.enabled() and given.query.device.type == "cuda":
+    if fallbacks.enabled() and given.query.device.type == "cuda" and (only_best or not is_in_place):
         report(selects and given.relative_bias is not None)
     return call_packed(given, sequences, keys) if is_packed else call_fixed(given, keys)
 

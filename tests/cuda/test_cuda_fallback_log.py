@@ -110,20 +110,31 @@ def test_a_handler_gets_what_the_compiled_module_reports():
     assert "flash_dmattn: " not in done.stderr
 
 
-CHUNK = (
-    "flash_dmattn_with_kvcache(rows(1, 40, 4, 128), rows(1, 512, 4, 128), rows(1, 512, 4, 128), cache_seqlens=512, "
-    "bias_cache=rows(1, 512, 1, 4)[:, :, 0], window_size=32{})"
+PAGES = (
+    "rows(8, 64, 4, 128), rows(8, 64, 4, 128), block_table=torch.arange(8, dtype=torch.int32, device='cuda')[None], "
 )
-OVER_A_CACHE = "attention over a cache by other operators"
+PAGES += "bias_cache=rows(8, 64, 1, 4)[:, :, 0]"
+CONTIGUOUS = "rows(1, 512, 4, 128), rows(1, 512, 4, 128), bias_cache=rows(1, 512, 1, 4)[:, :, 0]"
+RELATIVE_BIAS = ", relative_bias=rows(1, 4, 1, 9)[:, :, 0]"
+
+
+def reported_over_a_cache(cache, more=""):
+    """What is reported of the keys of a chunk, beside what is reported of the kernels that attend to them."""
+    call = f"flash_dmattn_with_kvcache(rows(1, 40, 4, 128), {cache}, cache_seqlens=512, window_size=32{more})"
+    lines = reported(call, FLASH_DMATTN_LOG="1")
+    return [line for line in lines if "attention over a cache by other operators" in line]
 
 
 def test_keys_of_a_cache_that_are_gathered_are_reported():
-    """In addition to what is reported of the kernels that attend to them."""
-    lines = reported(CHUNK.format(", relative_bias=rows(1, 4, 1, 9)[:, :, 0]"), FLASH_DMATTN_LOG="1")
-    (line,) = [line for line in lines if OVER_A_CACHE in line]
+    (line,) = reported_over_a_cache(PAGES, RELATIVE_BIAS)
     assert "no kernel reads the cache in place for this call" in line
     assert "with window_size and relative_bias these are all keys" in line
 
 
-def test_chunks_with_a_window_need_no_other_operators():
-    assert not [line for line in reported(CHUNK.format(""), FLASH_DMATTN_LOG="1") if OVER_A_CACHE in line]
+@pytest.mark.parametrize(
+    "cache, more",
+    [(CONTIGUOUS, ""), (PAGES, ""), (CONTIGUOUS, RELATIVE_BIAS)],
+    ids=["contiguous", "pages", "contiguous, relative bias"],
+)
+def test_keys_that_are_read_in_place_are_not_reported(cache, more):
+    assert not reported_over_a_cache(cache, more)

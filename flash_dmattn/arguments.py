@@ -139,11 +139,11 @@ def require_max_seqlen(name: str, value: object) -> int:
     """`require_length`, also of an integer tensor () on the CPU, which callers of flash-attn pass."""
     if isinstance(value, Tensor):
         is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        if value.ndim > 0 or not is_integer or not is_host_readable(value):
-            raise TypeError(
-                f"{name} must be an int, or outside of compiled graphs an integer tensor () on the CPU, got "
-                f"{names([value.dtype])} of shape {shape_of(value)} on {value.device}"
-            )
+        accepted = "must be an int, or outside of compiled graphs an integer tensor () on the CPU"
+        if value.ndim > 0 or not is_integer:
+            raise TypeError(f"{name} {accepted}, got {names([value.dtype])} of shape {shape_of(value)}")
+        if not is_host_readable(value):
+            raise TypeError(f"{name} {accepted}, got one on {value.device} that is not read: pass {name}.item()")
         value = int(value)
     return require_length(name, value)
 

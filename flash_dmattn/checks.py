@@ -287,7 +287,10 @@ def check_window(
 ) -> None:
     """Checks the arguments of a call with window_size. KeyIntervalMask.topk checks window_size itself."""
     if mask is not None:
-        raise ValueError("window_size makes a mask of its own, got attn_mask too; combine KeyIntervalMasks with &")
+        raise ValueError(
+            "window_size makes a mask of its own, got attn_mask too: mask keys by a bias of -inf, or select first and "
+            "mask then by attn_mask=KeyIntervalMask.topk(attn_bias, window_size) & mask"
+        )
     if not is_causal:
         raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
     per_key = bias is not None and is_per_key(bias.shape)

@@ -342,6 +342,12 @@ class BackendFunction:
     def __init__(self, backend: ModuleType):
         self.backend = backend
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BackendFunction) and other.backend is self.backend
+
+    def __hash__(self) -> int:
+        return hash((BackendFunction, self.backend))
+
     def __call__(self, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
         try:
             call = Call(*args, **kwargs)

@@ -124,7 +124,11 @@ def flash_dmattn_with_kvcache(
     if isinstance(softmax_scale, Tensor):
         query, softmax_scale = scaled_query(query, softmax_scale), 1.0
     check_options(softmax_scale, softcap, is_causal, return_lse, batch_invariant)
-    checks.refuse_sliding_window(window_size, "relative_bias=flash_dmattn.relative.window(capacity + 1, left, right)")
+    checks.refuse_sliding_window(
+        window_size,
+        "relative_bias=flash_dmattn.relative.window(capacity + 1, left, right, device=query.device), with None for a "
+        "side without a limit",
+    )
     if window_size is not None:
         window_size = require_length("window_size", window_size)
     if max_seqlen_q is not None:

@@ -39,6 +39,9 @@ CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch
 INVARIANT_ROWS = 384
 INVARIANT_MIN_KEYS = 4096
 
+# On the CPU sequences of at most so many keys are gathered together, each padded to the longest.
+MAX_KEYS_TOGETHER = 1024
+
 
 def read(lengths: Tensor) -> list[int] | None:
     """The values, where reading them is free, or asked for by FLASH_DMATTN_CHECK=1."""
@@ -60,6 +63,10 @@ class Slots:
         self.table, self.elements = given.block_table, given.cache_batch_idx
         self.batches, self.width = given.k_cache.shape[:2]  # pages of the cache and their size, or batch elements
         self.capacity = self.width if self.table is None else self.table.shape[1] * self.width
+
+    def are_whole(self, given: KvCacheArguments) -> bool:
+        """Whether `whole` is a view and serves the call: its sequences are those of a contiguous cache."""
+        return self.table is None and self.elements is None and given.cu_seqlens_q is None
 
     def find(self, sequence: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(page or batch element, key in it, whether it exists), each int64 and inside the cache.
@@ -145,10 +152,11 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
             append(given, slots, sequences)
         if is_empty or given.window_size == 0:
             return nothing_visible(given)
-        if not given.batch_invariant:
-            return attend_to_cache(given, slots, sequences)
-        invariant = attend_packed if packs_rows(given) else one_by_one
-        return invariant(given, slots, sequences)
+        if packs_rows(given):
+            return attend_packed(given, slots, sequences)
+        is_long = sequences.longest > MAX_KEYS_TOGETHER and not slots.are_whole(given)
+        separate = query.device.type == "cpu" and (given.batch_invariant or is_long)
+        return (one_by_one if separate else attend_to_cache)(given, slots, sequences)
 
 
 def nothing_visible(given: KvCacheArguments) -> tuple[Tensor, Tensor]:
@@ -204,7 +212,7 @@ def attend_packed(given: KvCacheArguments, slots: Slots, sequences: Sequences) -
 
 
 def one_by_one(given: KvCacheArguments, _: Slots, sequences: Sequences) -> tuple[Tensor, Tensor]:
-    """batch_invariant on the CPU: each sequence in a call of its own."""
+    """On the CPU: each sequence in a call of its own."""
     offsets = None if given.cu_seqlens_q is None else given.cu_seqlens_q.tolist()
     parts = []
     for b in range(sequences.batch):
@@ -250,7 +258,7 @@ def attend_to_cache(given: KvCacheArguments, slots: Slots, sequences: Sequences)
     selects = window_size is not None and (window_size < longest or packs_rows(given))
     # The kernels that select key lists for few rows read a contiguous cache in place. Distances of a relative bias need
     # every key at its position.
-    is_in_place = slots.table is None and slots.elements is None and not is_packed
+    is_in_place = slots.are_whole(given)
     few_rows = is_in_place and sequences.max_rows <= MAX_TOPK_LIST_ROWS
     only_best = selects and not few_rows and given.relative_bias is None
     if only_best:

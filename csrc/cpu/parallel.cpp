@@ -36,8 +36,9 @@ void parallel_for_tasks(int64_t tasks, const std::function<std::function<void(in
     // Other BLAS libraries run on one thread only inside a parallel region, which needs two threads even for one task.
     const int64_t useful = SerialGemm::has_mkl() ? tasks : std::max<int64_t>(tasks, 2);
     const int64_t threads = std::min<int64_t>(at::get_num_threads(), useful);
-    // A thread fetches several of many small tasks at once: neighbours are adjacent in memory.
-    const int64_t chunk = std::max<int64_t>(tasks / (threads * 16), 1);
+    // A thread fetches several of many small tasks at once: neighbours are adjacent in memory. But few, since with variable
+    // length most may be empty, and the others neighbours.
+    const int64_t chunk = std::clamp<int64_t>(tasks / (threads * 16), 1, 8);
     at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
         const SerialGemm serial;
         for (int64_t thread = begin; thread < end && next < tasks; ++thread) {

@@ -95,17 +95,22 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
     return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
 }
 
-// What to pass instead of a mask or bias (B, Sq, Sk), (Sq, Sk) or (B, Sk); empty for other shapes, and where B is Sq.
+// What to pass instead of a mask or bias (B, Sq, Sk), (Sq, Sk) or (B, Sk); empty for other shapes, and where B could be
+// another dimension.
 std::string missing_dimensions_hint(const std::string& name, const Tensor& scores, const Tensor& query,
                                     const Tensor& key) {
     const SymInt batch = query.sym_size(0), rows = query.sym_size(1), keys = key.sym_size(1);
+    const auto is_heads = [&](const SymInt& size) { return size == query.sym_size(2) || size == key.sym_size(2); };
     const auto sizes = scores.sym_sizes();
-    if (sizes.size() == 3 && sizes[0] == batch && sizes[1] == rows && sizes[2] == keys)
-        return ": pass " + name + "[:, None]";
-    if (sizes.size() != 2 || sizes[1] != keys || (sizes[0] == rows) == (sizes[0] == batch)) return "";
-    if (sizes[0] == rows) return ": pass " + name + "[None, None]";
-    return ": pass " +
-           (scores.scalar_type() == at::kBool ? "KeyIntervalMask.padding(" + name + ")" : name + "[:, None, None]");
+    if ((sizes.size() != 2 && sizes.size() != 3) || sizes.back() != keys) return "";
+    if (sizes.size() == 3) {
+        const bool is_per_batch = sizes[0] == batch && sizes[1] == rows && !is_heads(batch) && !is_heads(rows);
+        return is_per_batch ? ": pass " + name + "[:, None]" : "";
+    }
+    if ((sizes[0] == rows) == (sizes[0] == batch)) return "";
+    if (scores.scalar_type() == at::kBool && sizes[0] == batch) return ": pass KeyIntervalMask.padding(" + name + ")";
+    if (is_heads(sizes[0])) return "";
+    return ": pass " + name + (sizes[0] == rows ? "[None, None]" : "[:, None, None]");
 }
 
 void check_scores(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key,
@@ -217,7 +222,8 @@ void check_kernels(const Tensor& query) {
 
 void check_mask(const Tensor& mask, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {
     const auto dtype = mask.scalar_type();
-    const char* hint = at::isFloatingType(dtype)  ? ": pass an additive mask as attn_bias"
+    const char* hint = at::isFloatingType(dtype)
+                           ? ": pass a mask of 0 and 1 as attn_mask.bool(), an additive one as attn_bias"
                        : at::isComplexType(dtype) ? ""
                                                   : ": pass attn_mask.bool()";
     TORCH_CHECK_TYPE(dtype == at::kBool, "attn_mask must be bool (True = visible), got ", dtype_of(mask), hint);

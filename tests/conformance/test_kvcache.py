@@ -34,6 +34,18 @@ def test_equals_float64(path, layout, batch, options, appends):
 
 
 @each_layout
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed length", "packed"])
+@pytest.mark.parametrize("window_size", [None, 64])
+@on_devices
+def test_long_sequences_beside_short_ones(path, packed, layout, window_size):
+    """On the CPU each is gathered alone."""
+    sequences = sequences_on(path, [(1500, 3), (2, 3), (1100, 3)])
+    for options in ({}, {"sinks": torch.randn(4)}, {"relative_bias": torch.randn(3, 2, 9)}):
+        options = {name: x.to(path.device) for name, x in options.items()}
+        check(sequences, options={"window_size": window_size, **options}, packed=packed, **layout)
+
+
+@each_layout
 @each_batch
 @each_window
 @pytest.mark.parametrize("heads_first", [False, True], ids=["keys, heads", "heads, keys"])

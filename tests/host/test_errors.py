@@ -12,6 +12,7 @@ import flash_dmattn
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
 
 Q, K, V = inputs(2, 5, 7, 4, 2, 8)
+THREE = inputs(3, 5, 7, 4, 2, 8)  # B is neither H nor Hkv
 
 
 def call(query=Q, key=K, value=V, *args, **kwargs):
@@ -70,7 +71,8 @@ FIXED = {
     "float mask": (
         lambda: call(attn_mask=torch.zeros(1, 1, 5, 7)),
         TypeError,
-        r"attn_mask must be bool \(True = visible\), got float32: pass an additive mask as attn_bias",
+        r"attn_mask must be bool \(True = visible\), got float32: pass a mask of 0 and 1 as attn_mask.bool\(\), "
+        "an additive one as attn_bias",
     ),
     "int64 mask": (
         lambda: call(attn_mask=torch.ones(2, 7).long()),
@@ -99,9 +101,14 @@ FIXED = {
         r"attn_mask must have 4 dimensions .*, got shape \(2, 7\): pass KeyIntervalMask.padding\(attn_mask\)$",
     ),
     "mask (B, Sq, Sk)": (
-        lambda: call(attn_mask=torch.ones(2, 5, 7, dtype=torch.bool)),
+        lambda: call(*THREE, attn_mask=torch.ones(3, 5, 7, dtype=torch.bool)),
         ValueError,
-        r"attn_mask must have 4 dimensions .*, got shape \(2, 5, 7\): pass attn_mask\[:, None\]$",
+        r"attn_mask must have 4 dimensions .*, got shape \(3, 5, 7\): pass attn_mask\[:, None\]$",
+    ),
+    "mask (Sq, Sk) where Sq is H": (
+        lambda: call(Q[:, :4], attn_mask=torch.ones(4, 7, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask must have 4 dimensions .*, got shape \(4, 7\)$",
     ),
     "mask (B, Sk) where B is Sq": (
         lambda: call(Q[:, :2], attn_mask=torch.ones(2, 7, dtype=torch.bool)),
@@ -119,9 +126,14 @@ FIXED = {
         r"attn_bias must have 4 dimensions .*, got shape \(5, 7\): pass attn_bias\[None, None\]$",
     ),
     "bias (B, Sk)": (
+        lambda: call(*THREE, attn_bias=torch.zeros(3, 7)),
+        ValueError,
+        r"attn_bias must have 4 dimensions .*, got shape \(3, 7\): pass attn_bias\[:, None, None\]$",
+    ),
+    "bias (B, Sk) or (Hkv, Sk)": (
         lambda: call(attn_bias=torch.zeros(2, 7)),
         ValueError,
-        r"attn_bias must have 4 dimensions .*, got shape \(2, 7\): pass attn_bias\[:, None, None\]$",
+        r"attn_bias must have 4 dimensions .*, got shape \(2, 7\)$",
     ),
     "bool mask as attn_bias": (
         lambda: call(Q, K, V, None, torch.ones(2, 7, dtype=torch.bool)),
@@ -682,7 +694,8 @@ COMPILED = {
     "mask dtype": (
         lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(torch.ones(1, 1, 1, 7)), None, 1.0, 0.0, False),
         TypeError,
-        r"attn_mask must be bool \(True = visible\), got float32: pass an additive mask as attn_bias",
+        r"attn_mask must be bool \(True = visible\), got float32: pass a mask of 0 and 1 as attn_mask.bool\(\), "
+        "an additive one as attn_bias",
     ),
     "bias shape": (
         lambda k: k.mha_fwd(Q, K, V, flash_dmattn.ops.MaskTensors(), torch.ones(1, 1, 1, 6), 1.0, 0.0, False),
@@ -724,7 +737,8 @@ def test_a_backend_by_name_is_pickled_as_its_name(monkeypatch):
     function = flash_dmattn_func_auto("reference")
     saved = pickle.dumps(function)
     for again in (pickle.loads(saved), copy.deepcopy(function)):
-        assert repr(again) == "flash_dmattn_func_auto('reference')" and torch.equal(again(Q, K, V), function(Q, K, V))
+        assert repr(again) == "flash_dmattn_func_auto('reference')" and again == function
+        assert torch.equal(again(Q, K, V), function(Q, K, V))
         assert inspect.signature(again) == inspect.signature(flash_dmattn_func)
         assert again.__name__ == "flash_dmattn_func"
     monkeypatch.setattr(flash_dmattn.backends.reference, "why_unavailable", lambda: "it is on another machine")

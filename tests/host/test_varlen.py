@@ -253,7 +253,7 @@ def test_max_seqlen_as_a_tensor(dtype):
         with pytest.raises(ValueError, match="max_seqlen(_q|) must not be negative, got -1"):
             function(torch.tensor(-1))
         for bad, got in ((torch.tensor(3.0), "float32 of shape ()"), (torch.tensor([3]), "int64 of shape (1,)")):
-            error = f"must be an int, or outside of compiled graphs an integer tensor () on the CPU, got {got} on cpu"
+            error = f"must be an int, or outside of compiled graphs an integer tensor () on the CPU, got {got}"
             with pytest.raises(TypeError, match=f"max_seqlen(_q|) {re.escape(error)}"):
                 function(bad)
 

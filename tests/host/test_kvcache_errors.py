@@ -309,8 +309,8 @@ CASES = {
     "sliding window of flash-attn": (
         *(fixed, {"window_size": (3, 0)}, TypeError),
         r"window_size must be an int, got \(3, 0\): it is top-k selection; a sliding window is "
-        r"relative_bias=flash_dmattn.relative.window\(capacity \+ 1, left, right, device=query.device\), with None for a "
-        "side without a limit",
+        r"relative_bias=flash_dmattn.relative.window\(capacity \+ 1, left, right, device=query.device\), with None for "
+        "a side without a limit",
     ),
     "window is a float": (fixed, {"window_size": 1.0}, TypeError, "window_size must be an int, got float"),
     "scale is NaN": (

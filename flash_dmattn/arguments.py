@@ -67,9 +67,13 @@ def require_float32_or(dtype: torch.dtype, name: str, value: object) -> None:
         raise TypeError(f"{name} must be {accepted}, got {names([value.dtype])}")
 
 
+def has_integers(tensor: Tensor, or_bool: bool = False) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and (or_bool or tensor.dtype != torch.bool)
+
+
 def require_integers(name: str, value: object, or_bool: bool = False) -> None:
     require_tensor(name, value)
-    if value.is_floating_point() or value.is_complex() or (value.dtype == torch.bool and not or_bool):
+    if not has_integers(value, or_bool):
         accepted = "bool or integers" if or_bool else "integers"
         raise TypeError(f"{name} must be {accepted}, got {names([value.dtype])}")
 
@@ -138,9 +142,8 @@ def require_length(name: str, value: object) -> int:
 def require_max_seqlen(name: str, value: object) -> int:
     """`require_length`, also of an integer tensor () on the CPU, which callers of flash-attn pass."""
     if isinstance(value, Tensor):
-        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         accepted = "must be an int, or outside of compiled graphs an integer tensor () on the CPU"
-        if value.ndim > 0 or not is_integer:
+        if value.ndim > 0 or not has_integers(value):
             raise TypeError(f"{name} {accepted}, got {names([value.dtype])} of shape {shape_of(value)}")
         if not is_host_readable(value):
             raise TypeError(f"{name} {accepted}, got one on {value.device} that is not read: pass {name}.item()")

@@ -381,6 +381,12 @@ bool can_attend_directly(const KvCacheInputs& in) {
     return serves && !in.sinks && !logs_fallbacks();
 }
 
+// batch_invariant: the max_seqlen_q of packed chunks, as attend_invariantly in flash_dmattn/kvcache_composed.py.
+int64_t invariant_rows(const KvCacheInputs& in, int64_t rows) {
+    const int64_t multiple = in.window_size ? KeyListsView::kRows : kInvariantRows;
+    return (rows + multiple - 1) / multiple * multiple;
+}
+
 // As the operator attend_to_gathered_keys, in less host time. With a window it uses key lists, also for few keys.
 ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in) {
     Inputs call{};
@@ -400,8 +406,7 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
         all_keys = keys.key.size(0);
         longest = std::min(longest, all_keys);
         if (in.batch_invariant) {
-            const int64_t multiple = in.window_size ? KeyListsView::kRows : kInvariantRows;
-            rows = (rows + multiple - 1) / multiple * multiple;
+            rows = invariant_rows(in, rows);
             longest = std::max(keys.max_keys, kInvariantMinKeys);
         }
         call.cu_seqlens_q = in.cu_seqlens_q;
@@ -467,18 +472,22 @@ ForwardResult empty_result(const KvCacheInputs& in, KvCacheParams& p) {
     return result;
 }
 
+// Serves the sequences of at most skipped_rows rows, which other kernels have left out, and writes their new tokens.
+void decode_skipped(const KvCacheInputs& in, const KvCacheParams& p, int64_t skipped_rows) {
+    if (skipped_rows == 0) return;
+    TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
+}
+
 // Attention with a window to the selected keys where they are in the cache. Returns false, and has no effect, where
 // kernels do not serve the call.
 bool attend_in_cache(const KvCacheInputs& in, const KvCacheParams& p) {
     const bool has_chunks = in.is_packed() || p.seqlen_q > kMaxListedRows;
     if (!in.window_size || !has_chunks || in.sinks || !needs_cache_kernels(in, p)) return false;
     KvCacheParams chunks = p;
-    constexpr int64_t kRows = KeyListsView::kRows;
-    if (in.batch_invariant) chunks.seqlen_q = (p.seqlen_q + kRows - 1) / kRows * kRows;
+    if (in.batch_invariant) chunks.seqlen_q = invariant_rows(in, p.seqlen_q);
     const auto skipped_rows = attend_in_cache_cuda(chunks, in.query, *in.bias_cache);
     if (!skipped_rows) return false;
-    if (*skipped_rows > 0)  // also writes their new tokens
-        TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
+    decode_skipped(in, p, *skipped_rows);
     return true;
 }
 
@@ -490,8 +499,7 @@ std::optional<ForwardResult> attend_by_gathering(const KvCacheInputs& in, KvCach
     if (!keys) return std::nullopt;
     const ForwardResult result = attend_to(*keys, in);
     write_to(p, result, in.is_packed());
-    if (keys->skipped_rows > 0)  // also writes their new tokens
-        TORCH_INTERNAL_ASSERT(decode_kvcache_cuda(p, in.query, true), "the decoding kernel serves short rows");
+    decode_skipped(in, p, keys->skipped_rows);
     return result;
 }
 

@@ -12,6 +12,11 @@ __device__ __forceinline__ uint32_t bits_below(int limit, int word) {
     return ~others;
 }
 
+// The same with 1 in bits [begin, end).
+__device__ __forceinline__ uint32_t bits_between(int begin, int end, int word) {
+    return bits_below(end, word) & ~bits_below(begin, word);
+}
+
 // Number of set bits of a ballot below this lane.
 __device__ __forceinline__ int rank_in(uint32_t ballot) { return __popc(ballot & ((1u << lane_id()) - 1)); }
 

@@ -55,7 +55,7 @@ public:
 #pragma unroll
             for (int t = 0; t < kTimes; ++t) {
                 const int above = first_row + row(i, t);
-                seen[t] = bits_below(rows_[i].end * pack - above, 0) & ~bits_below(rows_[i].begin * pack - above, 0);
+                seen[t] = bits_between(rows_[i].begin * pack - above, rows_[i].end * pack - above, 0);
             }
             transpose_bits(seen);
 #pragma unroll

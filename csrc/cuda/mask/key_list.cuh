@@ -26,11 +26,11 @@ struct VisibleRows {
         const uint32_t memory[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
         for (int w = 0; w < 4; ++w)
-            words[w] = bits_below(end - first, w) & ~bits_below(begin - first, w) & (has_bits ? memory[w] : ~0u);
+            words[w] = bits_between(begin - first, end - first, w) & (has_bits ? memory[w] : ~0u);
     }
     // Bit i: row first + i sees the key. `first` is a row of the list's m_block.
     __device__ __forceinline__ uint32_t from(int first) const {
-        const uint32_t rows = bits_below(end - first, 0) & ~bits_below(begin - first, 0);
+        const uint32_t rows = bits_between(begin - first, end - first, 0);
         if (!has_bits) return rows;
         const int at = first - first_bit, word = at / 32;
         const uint32_t low = word == 0 ? bits.x : word == 1 ? bits.y : word == 2 ? bits.z : bits.w;

@@ -201,21 +201,19 @@ private:
         return __shfl_sync(~0u, warps_upto - of_warp, warp_id()) + upto - x;
     }
 
-    struct Bitmap {
-        uint32_t above = 0, equal = 0;
-    };
+    using KeyBits = typename Group<kType>::KeyBits;
     // Bit i: this thread's key i is above the threshold of a search, or equal to it.
-    __device__ Bitmap compare(const Search& search) {
-        Bitmap bits;
+    __device__ KeyBits compare(const Search& search) {
+        KeyBits bits;
         for_each_group([&](const Group<kType>& group, int first) {
-            const auto of_group = group.compare(search.threshold);
+            const KeyBits of_group = group.compare(search.threshold);
             bits.above |= of_group.above << first;
             bits.equal |= of_group.equal << first;
         });
         return bits;
     }
     // The largest keys of a search, where the sequence has `before` equal ones before this thread's.
-    __device__ static uint32_t largest(const Search& search, Bitmap bits, int before) {
+    __device__ static uint32_t largest(const Search& search, KeyBits bits, int before) {
         int skipped = search.equal - search.wanted - before;
         if (skipped >= __popc(bits.equal)) return bits.above;
         for (; skipped > 0; --skipped) bits.equal &= bits.equal - 1;
@@ -230,7 +228,7 @@ private:
     __device__ void find_window(const MBlockList<Bits>& list) {
         int equal_before[kSearches] = {};
         for_each_load([&](int first) {
-            const Bitmap of_window = compare(searches_[kWindow]), of_staying = compare(searches_[kStaying]);
+            const KeyBits of_window = compare(searches_[kWindow]), of_staying = compare(searches_[kStaying]);
             uint32_t equal_total, total;
             const uint32_t equal = exclusive_sum(__popc(of_window.equal) | __popc(of_staying.equal) << 16, equal_total);
             const uint32_t window =
@@ -330,8 +328,8 @@ private:
     // Rows [begin, end) of the m_block.
     __device__ uint4 row_bits(int begin, int end) const {
         end = min(end, rows_);
-        return {bits_below(end, 0) & ~bits_below(begin, 0), bits_below(end, 1) & ~bits_below(begin, 1),
-                bits_below(end, 2) & ~bits_below(begin, 2), bits_below(end, 3) & ~bits_below(begin, 3)};
+        return {bits_between(begin, end, 0), bits_between(begin, end, 1), bits_between(begin, end, 2),
+                bits_between(begin, end, 3)};
     }
 
     template <typename RowOf>

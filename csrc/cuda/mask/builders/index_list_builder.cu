@@ -152,7 +152,7 @@ private:
             uint32_t* words =
                 reinterpret_cast<uint32_t*>(to + smem_.listed_before_word[key / 32] + __popc(named_before));
             for (int word = rows.begin / 32; word <= (rows.end - 1) / 32; ++word)
-                atomicOr(words + word, bits_below(rows.end, word) & ~bits_below(rows.begin, word));
+                atomicOr(words + word, bits_between(rows.begin, rows.end, word));
         });
     }
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 namespace flash_dmattn {
@@ -150,6 +151,28 @@ bool checks_devices() {
 
 // A CPU tensor skips the dispatcher, where a transform would wrap it.
 Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.contiguous() : lengths.cpu().contiguous(); }
+
+// The error shows the first offset that does not fit; where it decreases, also the one before it.
+[[noreturn]] void refuse_offsets(const CuSeqlens& given, at::ArrayRef<int32_t> offsets) {
+    std::ostringstream upto, got;
+    if (given.total) upto << " to " << (given.or_less ? "at most " : "") << *given.total << ", " << given.counted;
+    const size_t decrease = std::is_sorted_until(offsets.begin(), offsets.end()) - offsets.begin();
+    if (offsets[0] != 0) {
+        got << "[0] = " << offsets[0];
+    } else if (decrease < offsets.size()) {
+        got << "[" << decrease - 1 << ":" << decrease + 1 << "] = [" << offsets[decrease - 1] << ", "
+            << offsets[decrease] << "]";
+    } else {
+        got << "[-1] = " << offsets.back();
+    }
+    std::string hint;
+    if (given.total && std::accumulate(offsets.begin(), offsets.end(), int64_t{0}) == *given.total) {
+        hint = std::string(": if these are lengths, pass torch.nn.functional.pad(") + given.name +
+               ".cumsum(0, dtype=torch.int32), (1, 0))";
+    }
+    TORCH_CHECK_VALUE(false, given.name, " must be non-decreasing from 0", upto.str(), ", got ", given.name, got.str(),
+                      hint);
+}
 
 }  // namespace
 
@@ -345,13 +368,7 @@ void check_cu_seqlens(const CuSeqlens& given) {
         shortest = std::min(shortest, length);
     }
     const bool ends = !given.total || at.back() == *given.total || (given.or_less && at.back() < *given.total);
-    if (at[0] != 0 || !ends || shortest < 0) {
-        std::ostringstream upto, values;
-        if (given.total) upto << " to " << (given.or_less ? "at most " : "") << *given.total << ", " << given.counted;
-        for (size_t b = 0; b < at.size(); ++b) values << (b > 0 ? ", " : "") << at[b];
-        TORCH_CHECK_VALUE(false, given.name, " must be non-decreasing from 0", upto.str(), ", got [", values.str(),
-                          "]");
-    }
+    if (at[0] != 0 || !ends || shortest < 0) refuse_offsets(given, at);
     TORCH_CHECK_VALUE(!given.longest || longest <= *given.longest, given.longest_name,
                       " must be at least the longest sequence ", longest, ", got ", *given.longest);
 }

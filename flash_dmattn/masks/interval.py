@@ -545,8 +545,10 @@ def first_keys(lengths: Tensor, seqlen_k: int, must_be: str) -> Tensor:
     """bool (B, Sk): the first keys of each batch element, as many as `lengths`, integers (B), say. `must_be`: the start
     of the error for lengths out of range, which are found on the CPU only."""
     lengths = lengths.long()  # unsigned integers have no comparison
-    if is_host_readable(lengths) and ((lengths < 0) | (lengths > seqlen_k)).any():
-        raise ValueError(f"{must_be} from 0 to seqlen_k {seqlen_k}, got {lengths.tolist()}")
+    if is_host_readable(lengths):
+        wrong = lengths[(lengths < 0) | (lengths > seqlen_k)].tolist()
+        if wrong:
+            raise ValueError(f"{must_be} from 0 to seqlen_k {seqlen_k}, got {wrong[0]}")
     return torch.arange(seqlen_k, device=lengths.device) < lengths[:, None]
 
 

@@ -546,12 +546,23 @@ VARLEN = {
     "cu_seqlens that end early": (
         lambda: varlen(cu_q=CU[:2], cu_k=CU[:2]),
         ValueError,
-        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got \[0, 2\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[-1\] = 2$",
     ),
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got \[0, 6, 5\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got cu_seqlens_k\[1:3\] = \[6, 5\]$",
+    ),
+    "cu_seqlens that start late": (
+        lambda: varlen(cu_q=torch.tensor([1, 3, 5], dtype=torch.int32)),
+        ValueError,
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[0\] = 1$",
+    ),
+    "lengths as cu_seqlens": (
+        lambda: varlen(cu_q=CU.diff(), cu_k=CU.diff()),
+        ValueError,
+        r"got cu_seqlens_q\[0\] = 2: if these are lengths, pass torch.nn.functional.pad\(cu_seqlens_q.cumsum\(0, "
+        r"dtype=torch.int32\), \(1, 0\)\)$",
     ),
     "batch sizes differ": (
         lambda: varlen(cu_k=torch.tensor([0, 5], dtype=torch.int32)),

@@ -314,7 +314,7 @@ ERRORS = {
     "prefix beyond the keys": (
         lambda: KeyIntervalMask.prefix_lm(5, 3, 4),
         ValueError,
-        r"prefix_lens must be from 0 to seqlen_k 4, got \[5\]",
+        "prefix_lens must be from 0 to seqlen_k 4, got 5$",
     ),
     "prefix of another type": (
         lambda: KeyIntervalMask.prefix_lm([1], 3, 4),
@@ -344,7 +344,17 @@ ERRORS = {
     "cu_seqlens that fall": (
         lambda: KeyIntervalMask.documents(torch.tensor([0, 6, 3], dtype=torch.int32), 8),
         ValueError,
-        r"cu_seqlens must be non-decreasing from 0 to at most 8, the given seqlen, got \[0, 6, 3\]",
+        r"cu_seqlens must be non-decreasing from 0 to at most 8, the given seqlen, got cu_seqlens\[1:3\] = \[6, 3\]$",
+    ),
+    "many offsets": (
+        lambda: KeyIntervalMask.documents(torch.arange(5000, dtype=torch.int32).fmod(4000), 5000),
+        ValueError,
+        r"the given seqlen, got cu_seqlens\[3999:4001\] = \[3999, 0\]$",
+    ),
+    "lengths of documents": (
+        lambda: KeyIntervalMask.documents(torch.tensor([6, 2], dtype=torch.int32), 8),
+        ValueError,
+        r"got cu_seqlens\[0\] = 6: if these are lengths, pass torch.nn.functional.pad\(cu_seqlens.cumsum\(0, ",
     ),
     "cu_seqlens as a list": (
         lambda: KeyIntervalMask.documents([0, 6], 8),
@@ -354,7 +364,7 @@ ERRORS = {
     "topk varlen values": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, torch.tensor([0, 9, 3], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of bias, got \[0, 9, 3\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of bias, got cu_seqlens_k\[1:3\] = \[9, 3\]$",
     ),
     "topk varlen bound": (
         lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, max_seqlen_k=1),
@@ -381,12 +391,12 @@ ERRORS = {
     "padding lengths below 0": (
         lambda: KeyIntervalMask.padding(torch.tensor([3, -1]), 4),
         ValueError,
-        r"real must be lengths from 0 to seqlen_k 4, got \[3, -1\]",
+        "real must be lengths from 0 to seqlen_k 4, got -1$",
     ),
     "padding lengths above the keys": (
         lambda: KeyIntervalMask.padding(torch.tensor([3, 5]), 4),
         ValueError,
-        r"real must be lengths from 0 to seqlen_k 4, got \[3, 5\]",
+        "real must be lengths from 0 to seqlen_k 4, got 5$",
     ),
     "rows of variable length": (
         lambda: KeyIntervalMask(*torch.zeros(2, 3, 1, dtype=torch.int32), rows=3),

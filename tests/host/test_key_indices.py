@@ -332,7 +332,7 @@ ERRORS = {
     "sequences that end behind the rows": (
         lambda: made(INDICES[0, 0][:, None], 50, 50, False, CU * 2, CU),
         ValueError,
-        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of indices, got \[0, 10\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of indices, got cu_seqlens_q\[-1\] = 10$",
     ),
     "a sequence that is too long": (
         lambda: made(INDICES, 5, 3, False, CU, CU),

@@ -320,12 +320,12 @@ ERRORS = {
     "lists of sequences that end behind the keys": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, 5, False, CU, CU * 10_000_000),
         ValueError,
-        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of mask, got \[0, 50000000\]",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of mask, got cu_seqlens_k\[-1\] = 50000000$",
     ),
     "lists of sequences that end behind the rows": (
         lambda: KeyLists.build(rand_mask(5, 1, 5), 50_000_000, 5, False, CU * 10_000_000, CU),
         ValueError,
-        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of mask, got \[0, 50000000\]",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of mask, got cu_seqlens_q\[-1\] = 50000000$",
     ),
     "lists of sequences that are longer than the rows of a mask": (
         lambda: KeyLists.build(rand_mask(5, 1, 5), 5, None, False, CU, CU * 2),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <optional>
 #include <sstream>
@@ -26,23 +27,7 @@ std::string as_tuple(const Sizes& sizes) {
 }
 inline std::string shape_of(const Tensor& tensor) { return as_tuple(tensor.sym_sizes()); }
 
-inline std::string dtype_name(at::ScalarType dtype) {
-    switch (dtype) {
-        case at::kHalf: return "float16";
-        case at::kBFloat16: return "bfloat16";
-        case at::kFloat: return "float32";
-        case at::kDouble: return "float64";
-        case at::kBool: return "bool";
-        case at::kByte: return "uint8";
-        case at::kChar: return "int8";
-        case at::kShort: return "int16";
-        case at::kInt: return "int32";
-        case at::kLong: return "int64";
-        case at::kComplexFloat: return "complex64";
-        case at::kComplexDouble: return "complex128";
-        default: return c10::toString(dtype);
-    }
-}
+inline std::string dtype_name(at::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
 inline std::string dtype_of(const Tensor& tensor) { return dtype_name(tensor.scalar_type()); }
 
 inline std::string layout_name(at::Layout layout) {

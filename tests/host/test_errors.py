@@ -79,6 +79,16 @@ FIXED = {
         TypeError,
         r"attn_mask must be bool \(True = visible\), got int64: pass attn_mask.bool\(\)",
     ),
+    "uint16 mask": (
+        lambda: call(attn_mask=torch.ones(1, 1, 5, 7).to(torch.uint16)),
+        TypeError,
+        r"attn_mask must be bool \(True = visible\), got uint16: pass attn_mask.bool\(\)",
+    ),
+    "float8 bias": (
+        lambda: call(attn_bias=torch.zeros(1, 1, 5, 7).to(torch.float8_e4m3fn)),
+        TypeError,
+        "attn_bias must be float32, got float8_e4m3fn",
+    ),
     "uint8 mask": (
         lambda: call(attn_mask=torch.ones(1, 1, 5, 7).byte()),
         TypeError,

@@ -119,6 +119,18 @@ class KeyIntervalMask(Container, Mask):
                 "aligned with the last keys (seqlen_q of causal, sliding_window, prefix_lm and topk)"
             )
 
+    def _require_kind(self, name: str, is_varlen: bool) -> None:
+        """Raises ValueError for a mask of fixed length where one of variable length is required, or the reverse."""
+        if self.is_varlen == is_varlen:
+            return
+        if is_varlen:
+            accepted, got = f"variable length {VARLEN}", f"fixed length {shape_of(self)}"
+            hint = "sliding_window_varlen and topk_varlen make such masks"
+        else:
+            accepted, got = f"fixed length {FIXED}", f"variable length {shape_of(self)}"
+            hint = "sequence(first, last) of it is the mask of one sequence"
+        raise ValueError(f"{name} must be a KeyIntervalMask of {accepted}, got one of {got}: {hint}")
+
     # The protocol of a mask
 
     @property
@@ -135,6 +147,7 @@ class KeyIntervalMask(Container, Mask):
         return self.sequence(keys.start, keys.stop).to_dense(rows.stop - rows.start)
 
     def check(self, check_tensors, call) -> None:
+        self._require_kind("attn_mask", call.varlen is not None)
         super().check(check_tensors, call)
         self._require_rows("attn_mask", call.problem().seqlen_q)
 

@@ -188,9 +188,9 @@ class KeyLists(Container, Mask):
         if mask is not None:
             require_device("mask", mask.intervals, indices.device, "indices")
             mask._require_rows("mask", seqlen_q)
-            if mask.is_varlen != has_sequences or (not has_sequences and mask.keys != seqlen_k):
-                accepted = "(total_k, {H|Hkv|1})" if has_sequences else f"({{B|1}}, {{H|Hkv|1}}, {seqlen_k})"
-                raise ValueError(f"mask must be {accepted}, got shape {shape_of(mask)}")
+            mask._require_kind("mask", has_sequences)
+            if not has_sequences and mask.keys != seqlen_k:
+                raise ValueError(f"mask must be ({{B|1}}, {{H|Hkv|1}}, {seqlen_k}), got shape {shape_of(mask)}")
             mask = mask.copy()
         problem = Problem(seqlen_q, seqlen_k, bool(is_causal), cu_seqlens_q, cu_seqlens_k)
         return list_indices(KeyIndices(indices, tile_rows, mask, seqlen_k), problem)

@@ -663,6 +663,12 @@ VARLEN = {
         ValueError,
         r"attn_mask must be \(total_k, {H\|Hkv\|1}\) or \(total_q, {H\|Hkv\|1}, max_seqlen_k\), got shape",
     ),
+    "intervals of fixed length": (
+        lambda: varlen(mask=KeyIntervalMask.causal(5, 5)),
+        ValueError,
+        r"attn_mask must be a KeyIntervalMask of variable length \(total_k, {H\|Hkv\|1}\), got one of fixed length "
+        r"\(1, 1, 5\): sliding_window_varlen and topk_varlen make such masks$",
+    ),
     "float mask": (lambda: varlen(mask=torch.ones(5, 1)), TypeError, "attn_mask must be bool"),
     "key bias of the wrong length": (
         lambda: varlen(bias=torch.zeros(4, 1)),

@@ -357,7 +357,7 @@ ERRORS = {
     "a mask of variable length": (
         lambda: made(mask=KeyIntervalMask(CU[:, None], CU[:, None])),
         ValueError,
-        r"mask must be \({B\|1}, {H\|Hkv\|1}, 7\), got shape \(2, 1\)",
+        r"mask must be a KeyIntervalMask of fixed length .*, got one of variable length \(2, 1\)",
     ),
     "a mask of other heads": (
         lambda: made(INDICES.expand(1, 2, 5, 3), mask=rand_intervals(1, 3, 7, rows=5)),

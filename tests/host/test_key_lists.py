@@ -230,7 +230,8 @@ ERRORS = {
     "intervals of variable length": (
         lambda: flash_dmattn_func(Q, K, V, KeyIntervalMask(CU[:, None], CU[:, None])),
         ValueError,
-        r"attn_mask.start must have 3 dimensions \({B\|1}, {H\|Hkv\|1}, Sk\), got shape \(2, 1\)",
+        r"attn_mask must be a KeyIntervalMask of fixed length \({B\|1}, {H\|Hkv\|1}, Sk\), got one of variable length "
+        r"\(2, 1\): sequence\(first, last\) of it is the mask of one sequence$",
     ),
     "an integer as a mask": (
         lambda: flash_dmattn_func(Q, K, V, 3),

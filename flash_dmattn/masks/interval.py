@@ -495,7 +495,8 @@ class KeyIntervalMask(Container, Mask):
     @classmethod
     def _topk(cls, name: str, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
         """`topk`, whose errors call the bias by the name that it has in the user's call."""
-        window_size = check_topk(name, "({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED, bias, window_size, ndims=(3, 4))
+        layout = "({B|1}, {H|Hkv|1}, 1, Sk) or " + FIXED
+        window_size = check_topk(name, layout, bias, window_size, ndims=(3, 4), of_keys="[None, None]")
         keys = bias.shape[-1]
         rows = keys if seqlen_q is None else require_position("seqlen_q", seqlen_q)
         intervals = operator_for(bias)(bias, min(window_size, keys), rows, None, None, None, name)
@@ -539,7 +540,7 @@ class KeyIntervalMask(Container, Mask):
         max_seqlen_k: int | Tensor | None,
     ) -> KeyIntervalMask:
         """`topk_varlen`, with names as in `_topk`."""
-        window_size = check_topk(name, VARLEN, bias, window_size, ndims=(2,))
+        window_size = check_topk(name, VARLEN, bias, window_size, ndims=(2,), of_keys="[:, None]")
         longest = None
         if max_seqlen_k is not None:
             max_seqlen_k = require_max_seqlen("max_seqlen_k", max_seqlen_k)

@@ -22,6 +22,7 @@ from ..arguments import (
     require_length,
     require_tensor,
     shape_of,
+    statically_true,
 )
 from ..broadcast import is_one_of, shares_batch
 from ..ops.list_sizes import LIST_ROWS, MAX_TILE_ROWS, is_per_key
@@ -104,9 +105,9 @@ class KeyLists(Container, Mask):
                 are not int32 tensors.
             RuntimeError: tensors on different devices.
         """
-        check_buildable(mask, is_varlen(cu_seqlens_q, cu_seqlens_k))
-        require_bool("is_causal", is_causal)
         seqlen_q = require_length("seqlen_q", seqlen_q)
+        check_buildable(mask, seqlen_q, is_varlen(cu_seqlens_q, cu_seqlens_k))
+        require_bool("is_causal", is_causal)
         if seqlen_k is None:
             if len(mask.shape) == 2:
                 raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
@@ -326,19 +327,23 @@ def is_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:
     return cu_seqlens_q is not None
 
 
-def check_buildable(mask: object, has_sequences: bool) -> None:
-    is_intervals = isinstance(mask, KeyIntervalMask)
-    if not is_intervals and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
+def check_buildable(mask: object, seqlen_q: int, has_sequences: bool) -> None:
+    if isinstance(mask, KeyIntervalMask):
+        mask._require_kind("mask", has_sequences)
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = names([mask.dtype]) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"mask must be a bool tensor or a KeyIntervalMask, got {got}{as_tensor_hint('mask', mask)}")
-    if not is_intervals:
-        require_dense("mask", mask)
-    for_intervals, for_bools = ((2,), (2, 3)) if has_sequences else ((3,), (4,))
-    accepted = for_intervals if is_intervals else for_bools
-    if len(mask.shape) not in accepted:
-        kind = "variable" if has_sequences else "fixed"
-        sizes = " or ".join(map(str, accepted))
-        raise ValueError(f"mask must have {sizes} dimensions of {kind} length, got shape {shape_of(mask)}")
+    require_dense("mask", mask)
+    hint = ""
+    if has_sequences:
+        ndims, accepted = (2, 3), "variable length (total_k, {H|Hkv|1}) or (total_q, {H|Hkv|1}, max_seqlen_k)"
+    else:
+        ndims, accepted = (4,), "fixed length ({B|B/n|1}, {H|Hkv|1}, {Sq|1}, {Sk|1})"
+        if mask.ndim == 2 and statically_true(mask.shape[0] == seqlen_q):
+            hint = ": pass mask[None, None]"
+    if mask.ndim not in ndims:
+        raise ValueError(f"mask must be of {accepted}, got shape {shape_of(mask)}{hint}")
 
 
 def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -> None:

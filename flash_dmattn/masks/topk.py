@@ -73,12 +73,13 @@ if ops.topk_intervals is not None:
     torch.library.impl(f"{ops.NAMESPACE}::topk_intervals", "cpu")(topk_intervals)
 
 
-def check_topk(name: str, layout: str, bias: object, window_size: object, ndims: tuple[int, ...]) -> int:
-    """Returns window_size as an int."""
+def check_topk(name: str, layout: str, bias: object, window_size: object, ndims: tuple[int, ...], of_keys: str) -> int:
+    """Returns window_size as an int. of_keys: the index that makes a bias (Sk) one of the layout."""
     window_size = require_count("window_size", window_size)
     require_floating(name, bias)
     if bias.ndim not in ndims or (bias.ndim == 4 and bias.shape[2] != 1):
-        raise ValueError(f"{name} must be {layout}, got shape {shape_of(bias)}")
+        hint = f": pass {name}{of_keys}" if bias.ndim == 1 else ""
+        raise ValueError(f"{name} must be {layout}, got shape {shape_of(bias)}{hint}")
     return window_size
 
 

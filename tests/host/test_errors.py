@@ -354,7 +354,17 @@ FIXED = {
     "relative_bias of two dimensions": (
         lambda: call(relative_bias=torch.zeros(4, 9)),
         ValueError,
-        r"relative_bias must be \(\{B\|1\}, \{H\|Hkv\|1\}, 2R \+ 1\), .*, got shape \(4, 9\)",
+        r"relative_bias must be \({B\|1}, {H\|Hkv\|1}, 2R \+ 1\), .*, got shape \(4, 9\): pass relative_bias\[None\]$",
+    ),
+    "relative_bias (H, 2R + 1) where H is B": (
+        lambda: call(relative_bias=torch.zeros(2, 9)),
+        ValueError,
+        r"relative_bias must be .*, got shape \(2, 9\)$",
+    ),
+    "relative_bias of one dimension": (
+        lambda: call(relative_bias=torch.zeros(9)),
+        ValueError,
+        r"relative_bias must be .*, got shape \(9,\): pass relative_bias\[None, None\]$",
     ),
     "relative_bias of an even number": (
         lambda: call(relative_bias=torch.zeros(1, 4, 8)),

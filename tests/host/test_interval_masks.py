@@ -424,6 +424,16 @@ ERRORS = {
         ValueError,
         r"seqlen_q must be at most 2\^30 for a KeyIntervalMask, got 2147483648",
     ),
+    "topk bias of one dimension": (
+        lambda: KeyIntervalMask.topk(torch.zeros(3), 2),
+        ValueError,
+        r"bias must be .*, got shape \(3,\): pass bias\[None, None\]$",
+    ),
+    "topk varlen bias of one dimension": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2), 2, CU_SEQLENS),
+        ValueError,
+        r"bias must be \(total_k, {H\|Hkv\|1}\), got shape \(2,\): pass bias\[:, None\]$",
+    ),
     "topk dense bias": (
         lambda: KeyIntervalMask.topk(torch.zeros(1, 1, 3, 3), 2),
         ValueError,

@@ -281,7 +281,23 @@ ERRORS = {
     "lists of a mask of 2 dimensions": (
         lambda: KeyLists.build(rand_mask(5, 7), 5),
         ValueError,
-        r"mask must have 4 dimensions of fixed length, got shape \(5, 7\)",
+        r"mask must be of fixed length \({B\|B/n\|1}, {H\|Hkv\|1}, {Sq\|1}, {Sk\|1}\), got shape \(5, 7\): pass "
+        r"mask\[None, None\]$",
+    ),
+    "lists of a mask (n, Sk)": (
+        lambda: KeyLists.build(rand_mask(4, 7), 5),
+        ValueError,
+        r"mask must be of fixed length .*, got shape \(4, 7\)$",
+    ),
+    "lists of a mask of 4 dimensions of variable length": (
+        lambda: KeyLists.build(rand_mask(1, 1, 5, 7), 5, 7, False, CU, CU),
+        ValueError,
+        r"mask must be of variable length \(total_k, {H\|Hkv\|1}\) or \(total_q, {H\|Hkv\|1}, max_seqlen_k\), got",
+    ),
+    "lists of intervals of fixed length for sequences": (
+        lambda: KeyLists.build(KeyIntervalMask.causal(5, 5), 5, 5, False, CU, CU),
+        ValueError,
+        r"mask must be a KeyIntervalMask of variable length .*, got one of fixed length \(1, 1, 5\)",
     ),
     "lists of variable length without a length": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, None, False, CU, CU),

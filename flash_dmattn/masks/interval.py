@@ -245,7 +245,14 @@ class KeyIntervalMask(Container, Mask):
         Raises ValueError where a key's two intervals leave a gap: use `to_dense`. Under torch.compile and torch.export
         a gap fails an assertion on the device.
         """
+        if isinstance(other, Tensor):
+            raise TypeError("a | b of a KeyIntervalMask and a tensor is no KeyIntervalMask: use a.to_dense() | b")
         return union(self, other) if isinstance(other, KeyIntervalMask) else NotImplemented
+
+    __ror__ = __or__
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError("~mask of a KeyIntervalMask is no KeyIntervalMask: use ~mask.to_dense()")
 
     def to_dense(self, seqlen_q: int | None = None) -> Tensor:
         """bool ({B|1}, {H|Hkv|1}, Sq, Sk), True = visible. Sq is by default `rows`, or Sk where `rows` is None.

@@ -236,6 +236,9 @@ ERRORS = {
         "got 24 keys with a gap",
     ),
     "| type": (lambda: MASK | 1, TypeError, "unsupported operand"),
+    "| tensor": (lambda: MASK | MASK.to_dense(), TypeError, r"a \| b of .* use a.to_dense\(\) \| b$"),
+    "tensor |": (lambda: MASK.to_dense() | MASK, TypeError, r"a \| b of .* use a.to_dense\(\) \| b$"),
+    "~": (lambda: ~MASK, TypeError, r"~mask of .* use ~mask.to_dense\(\)$"),
     "to a dtype": (lambda: MASK.to(torch.float32), TypeError, "device must be .* got torch.float32"),
     "unstructured": (
         lambda: KeyIntervalMask(INTERVALS, INTERVALS, unstructured="no"),

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from helpers import inputs, on_xpu
+from torch.nn.attention.bias import causal_lower_right
 
 import flash_dmattn
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_func_auto, flash_dmattn_varlen_func
@@ -144,6 +145,16 @@ FIXED = {
         lambda: call(attn_bias=torch.zeros(2, 7)),
         ValueError,
         r"attn_bias must have 4 dimensions .*, got shape \(2, 7\)$",
+    ),
+    "CausalBias as attn_mask": (
+        lambda: call(attn_mask=causal_lower_right(5, 7)),
+        TypeError,
+        "attn_mask must be a plain torch.Tensor, got CausalBias: pass is_causal=True",
+    ),
+    "CausalBias as attn_bias": (
+        lambda: call(attn_bias=causal_lower_right(5, 7)),
+        TypeError,
+        "attn_bias must be a plain torch.Tensor, got CausalBias: pass is_causal=True",
     ),
     "bool mask as attn_bias": (
         lambda: call(Q, K, V, None, torch.ones(2, 7, dtype=torch.bool)),
@@ -629,7 +640,7 @@ VARLEN = {
     "packed cu_seqlens that end early": (
         lambda: packed(cu_seqlens=CU[:2]),
         ValueError,
-        r"cu_seqlens must be non-decreasing from 0 to 5, the rows of qkv, got \[0, 2\]",
+        r"cu_seqlens must be non-decreasing from 0 to 5, the rows of qkv, got cu_seqlens\[-1\] = 2$",
     ),
     "packed max_seqlen too short": (
         lambda: packed(max_seqlen=2),

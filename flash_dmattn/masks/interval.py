@@ -417,7 +417,7 @@ class KeyIntervalMask(Container, Mask):
             cu_seqlens: int32 (documents + 1), non-decreasing from 0: document d has the keys cu_seqlens[d] to
                 cu_seqlens[d + 1] - 1. No row sees the keys after the last document.
             seqlen: the number of keys.
-            ids: integers (S) or (B, S): each run of equal ids is a document.
+            ids: integers (S) or (B, S), one for each token: each run of equal ids is a document.
 
         Returns:
             (1, 1, seqlen), or ({B|1}, 1, S).
@@ -430,7 +430,7 @@ class KeyIntervalMask(Container, Mask):
             given = [name for name, argument in arguments.items() if argument is not None]
             alone = " alone" if len(given) == 1 else ""
             got = " and ".join(given) or "none of them"
-            raise ValueError(f"documents takes cu_seqlens and seqlen, or ids, got {got}{alone}")
+            raise ValueError(f"documents takes cu_seqlens and seqlen, or ids by name, got {got}{alone}")
         if ids is None:
             seqlen = require_length("seqlen", seqlen)
             check_cu_seqlens("cu_seqlens", cu_seqlens, total=(seqlen, "the given seqlen"), or_less=True)

@@ -327,17 +327,17 @@ ERRORS = {
     "documents of nothing": (
         lambda: KeyIntervalMask.documents(),
         ValueError,
-        "documents takes cu_seqlens and seqlen, or ids, got none of them",
+        "documents takes cu_seqlens and seqlen, or ids by name, got none of them",
     ),
     "documents without a length": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS),
         ValueError,
-        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens alone",
+        "documents takes cu_seqlens and seqlen, or ids by name, got cu_seqlens alone",
     ),
     "documents twice": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS, 2, ids=CU_SEQLENS),
         ValueError,
-        "documents takes cu_seqlens and seqlen, or ids, got cu_seqlens and seqlen and ids",
+        "documents takes cu_seqlens and seqlen, or ids by name, got cu_seqlens and seqlen and ids",
     ),
     "cu_seqlens": (
         lambda: KeyIntervalMask.documents(CU_SEQLENS.long(), 2),

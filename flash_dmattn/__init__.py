@@ -23,10 +23,13 @@ from .padding import pad_input, unpad_input
 __version__ = "0.1.0"
 
 _AVAILABLE = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
+_MODULES = ("parallel", "visualize")  # imported on access
 # Names of upstream's flash-dmattn, deprecated, and their modules.
 _UPSTREAM = {"triton_dmattn_func": "flash_dmattn_triton", "flex_dmattn_func": "flash_dmattn_flex"}
 
 if TYPE_CHECKING:
+    from . import parallel as parallel
+    from . import visualize as visualize
     from .flash_dmattn_flex import flex_dmattn_func as flex_dmattn_func
     from .flash_dmattn_triton import triton_dmattn_func as triton_dmattn_func
 
@@ -39,6 +42,8 @@ else:
         # Evaluated on access: it imports Triton and FlexAttention.
         if name in _AVAILABLE:
             return is_available(_AVAILABLE[name])
+        if name in _MODULES:
+            return importlib.import_module(f".{name}", __name__)
         if name in _UPSTREAM:
             return getattr(importlib.import_module(f".{_UPSTREAM[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -238,6 +238,16 @@ def test_the_package_itself_imports_no_deprecated_module():
     assert done.returncode == 0, done.stderr
 
 
+def test_submodules_are_imported_on_access():
+    program = (
+        "import sys, flash_dmattn; assert 'flash_dmattn.parallel' not in sys.modules; "
+        "flash_dmattn.parallel.shard, flash_dmattn.visualize.plot"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_package_itself_uses_no_deprecated_name():
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)

@@ -53,6 +53,8 @@ def calls(flag: bool) -> None:
     assert_type(with_kvcache(x, x, x, cache_seqlens=x, return_lse=flag), Union[Tensor, Two])
     assert_type(merge_attention([x], [x]), Two)
     assert_type(flash_dmattn.CUDA_AVAILABLE, bool)
+    assert_type(flash_dmattn.parallel.shard(x), Tensor)
+    flash_dmattn.visualize.plot(x)
 
 
 def refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from gpu_inputs import NEEDS_CUDA
-from kvcaches import check, make_call, make_sequences
+from kvcaches import check, make_call, make_sequences, reference
 from sm90 import names_of
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_with_kvcache
@@ -52,6 +52,27 @@ def test_packed_query_heads(heads, rows):
     check(sequences, page_size=16)
 
 
+def position(x):
+    return torch.arange(len(x), device=x.device, dtype=torch.float32)[:, None].expand_as(x)
+
+
+def sampled(x):
+    """Where a kernel with 512 or 256 threads samples the biases of a sequence (decode/candidates.cuh)."""
+    keys = torch.arange(len(x) - 1, device=x.device)
+    hit = ((keys % ((len(x) - 1) // 128) < 4) | (keys % ((len(x) - 1) // 64) < 4)) & (len(x) > 512)
+    return torch.cat([hit, hit[:1] & False])[:, None]
+
+
+def nearly_equal(x):
+    """The same order, ties included, of small numbers. What masks stays."""
+    visible = x > torch.finfo(x.dtype).min
+    if not visible.any():
+        return x
+    return torch.where(
+        visible, x.double() * 2.0 ** (-8 - x[visible].abs().max().double().clamp(min=2.0**-100).log2().ceil()), x
+    )
+
+
 DISTRIBUTIONS = {
     "ties": lambda x: (x * 2).round() / 2,
     "equal": torch.zeros_like,
@@ -62,6 +83,15 @@ DISTRIBUTIONS = {
     "near 1": lambda x: 1 + x.abs() * 1e-6,
     "negative": lambda x: -x.abs() * 1e-3,
     "both zeros": lambda x: x * 0,
+    "rising": lambda x: position(x) / len(x),
+    "falling": lambda x: -position(x) / len(x),
+    "large in one place": lambda x: x + 8 * ((position(x) / len(x) - 0.4).abs() < 0.01),
+    "smooth": lambda x: torch.sin(position(x) / 300) + x * 0.01,
+    "many octaves": lambda x: torch.exp(4 * x.float()).clamp(max=6e4) * x.sign(),
+    "outliers": lambda x: torch.where(x > 2.2, x * 1e4, x * 1e-4),
+    "few positive": lambda x: x.clamp(min=1.5) - 1.5,
+    "a sample too large": lambda x: x + 8 * sampled(x),
+    "a sample too small": lambda x: x - 8 * sampled(x),
     "near the lowest": lambda x: torch.where(x > 1, x, torch.finfo(x.dtype).min * (0.6 + 0.4 * (x < -1).to(x.dtype))),
 }
 
@@ -73,11 +103,29 @@ DISTRIBUTIONS = {
 def test_distributions(distribution, bias_dtype, invariant, contiguous):
     sequences = sequences_of([600, 9000, 40000], bias_dtype=bias_dtype, head_dim=64)
     for sequence in sequences:
-        sequence.biases = distribution(sequence.biases)
+        sequence.biases = distribution(sequence.biases).to(sequence.biases.dtype)
     call = make_call(sequences, page_size=64)
     if contiguous == "keys":
         call.put_heads_first()
     check(sequences, call=call, options={"window_size": WINDOW, "batch_invariant": invariant})
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [None, 24])
+def test_every_selected_key(distribution, dtype, page_size):
+    """Weights are nearly equal, so that out counts the selected keys by position % 64: one wrong key shows."""
+    sequences = sequences_of([511, 2000, 9001, 40007, 130000], dtype=dtype, head_dim=64)
+    for s in sequences:
+        s.query.zero_()
+        s.biases = nearly_equal(distribution(s.biases)).to(dtype)
+        codes = torch.nn.functional.one_hot(torch.arange(len(s.values), device="cuda") % 64, 64)
+        s.values.copy_(codes[:, None].expand_as(s.values))
+    call = make_call(sequences, page_size=page_size)
+    call.put_heads_first()
+    for s, (out, _) in zip(sequences, check(sequences, call=call, options={"window_size": WINDOW})):
+        exact, _ = reference(s, window_size=WINDOW)
+        torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=0.3 / WINDOW)
 
 
 @each_bias_dtype

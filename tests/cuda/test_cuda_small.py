@@ -140,6 +140,17 @@ def test_cache(packed, window_size):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_cache_of_single_rows(page_size):
+    """Selection among candidates; the second sequence has too many, and all of its keys are counted."""
+    sequences = make_sequences([(3000, 1), (2000, 1)], dtype=torch.bfloat16)
+    sequences[1].biases.zero_()
+    call = make_call(sequences, page_size=page_size)
+    call.put_heads_first()
+    on_cpu, on_cuda = (call.to(device)(window_size=30).cpu() for device in ("cpu", "cuda"))
+    torch.testing.assert_close(on_cuda, on_cpu, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("pairs", ["key", "dense"])
 def test_variable_length(pairs):
     lengths = torch.tensor([0, 70, 70, 171], dtype=torch.int32).cuda()

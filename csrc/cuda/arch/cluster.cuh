@@ -46,10 +46,16 @@ __device__ __forceinline__ float4 load_dsmem_float4(uint32_t dsmem_address) {
     return x;
 }
 
-// Stores asynchronously to a CTA of the cluster, whose mbarrier counts the bytes. Both addresses come from map_to_cta.
-__device__ __forceinline__ void store_dsmem_async(uint32_t dsmem_address, uint32_t x, uint32_t cluster_barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(dsmem_address),
-                 "r"(x), "r"(cluster_barrier)
+__device__ __forceinline__ void store_dsmem(uint32_t dsmem_address, uint32_t x) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(dsmem_address), "r"(x) : "memory");
+}
+
+// Stores 16 bytes asynchronously to a CTA of the cluster, whose mbarrier counts them. Both addresses come from
+// map_to_cta.
+__device__ __forceinline__ void store_dsmem_async(uint32_t dsmem_address, const uint4& x, uint32_t cluster_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     dsmem_address),
+                 "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(cluster_barrier)
                  : "memory");
 }
 

@@ -31,4 +31,10 @@ __device__ __forceinline__ float fast_inverse(float x) {
     return y;
 }
 
+__device__ __forceinline__ float fast_sqrt(float x) {
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 }  // namespace flash_dmattn::cuda

@@ -25,6 +25,13 @@ __device__ __forceinline__ void tma_store_4d(const void* map, uint32_t from, int
                  : "memory");
 }
 
+// Loads `bytes` to shared memory; the mbarrier counts them. Addresses and bytes are multiples of 16.
+__device__ __forceinline__ void tma_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // Adds a box to global memory, in the map's dtype. Elements outside the tensor are not written. Committed and awaited
 // like a TMA store.
 __device__ __forceinline__ void tma_reduce_add_4d(const void* map, uint32_t from, int x, int y, int z, int w) {

@@ -50,16 +50,15 @@ class MBlockSelector {
         uint32_t order;
         int row;
     };
-    static constexpr int kStagedKeys = kSearches * DigitHistogram::kWords;
+    static constexpr int kStagedKeys = 8192;
     static constexpr int kThreadsPerKey = 8;  // that compare a key with the evictable ones
 
 public:
     struct SharedStorage {
         union {
-            uint32_t histograms[kStagedKeys];
+            alignas(16) uint32_t histograms[kSearches][DigitHistogram::kWords];
             int window[kStagedKeys];  // the first keys of the window; the list has the others
         };
-        uint32_t totals[kSearches][kBins];
         Search searches[kSearches];
         uint32_t warp_sums[2][kWarps];
         alignas(16) uint32_t evictable[kRows];               // orders
@@ -153,7 +152,7 @@ private:
 
     template <int kShift>
     __device__ void count_digit() {
-        const DigitHistogram histogram(smem_.histograms);
+        const DigitHistogram histogram(smem_.histograms[0]);
         histogram.clear(kThreads, kSearches);
         __syncthreads();
         for_each_load([&](int) {
@@ -161,11 +160,6 @@ private:
                 group.template count<kShift>(histogram, searches_[kWindow].threshold, searches_[kStaying].threshold);
             });
         });
-        __syncthreads();
-        static_assert(kThreads >= kSearches * kBins);
-        const int search = threadIdx.x / kBins, bin = threadIdx.x % kBins;
-        if (search < kSearches)
-            smem_.totals[search][bin] = DigitHistogram(smem_.histograms + search * DigitHistogram::kWords).sum(bin);
         __syncthreads();
     }
 
@@ -177,7 +171,7 @@ private:
             if (s == kWindow) search = searches_[kWindow];
             // While the thresholds have the same digits, the first histogram has all keys.
             const bool is_shared = searches_[kWindow].threshold == searches_[kStaying].threshold;
-            const uint32_t* totals = smem_.totals[is_shared ? 0 : s];
+            const uint32_t* totals = smem_.histograms[is_shared ? 0 : s];
             const ChosenDigit chosen = choose_largest_digit(totals, search.wanted);
             search.threshold |= static_cast<uint32_t>(chosen.digit) << shift;
             search.wanted -= chosen.above;

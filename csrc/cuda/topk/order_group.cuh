@@ -6,23 +6,24 @@
 namespace flash_dmattn::cuda {
 
 constexpr int kDigit = 8, kBins = 1 << kDigit;
-constexpr int kCopies = 16;  // of the histogram, against contention: high digits take few values
-constexpr int kGroup = 8;    // neighbouring keys of a thread
+constexpr int kGroup = 8;  // neighbouring keys of a thread
 
 // A histogram of digits in shared memory, with a bin for keys without a digit: for a conditional atomic ptxas emits a
-// branch.
+// branch. Lanes of a warp that add to the same bin do not wait for each other (ATOMS.POPC.INC).
 class DigitHistogram {
 public:
-    static constexpr int kWords = (kBins + 1) * kCopies;
+    static constexpr int kWords = kBins + 4;  // those of the next one are aligned to 16 bytes
 
-    __device__ explicit DigitHistogram(uint32_t* copies) : copies_(copies) {}
+    __device__ explicit DigitHistogram(uint32_t* counts) : counts_(counts) {}
 
-    // Also of the histograms behind this one. All threads call. The bin of keys without a digit is never read.
+    // Also of the histograms behind this one. All threads call.
     __device__ void clear(int num_threads, int histograms = 1) const {
-        const int words = (histograms - 1) * kWords + kBins * kCopies;
-        for (int i = threadIdx.x; i < words / 4; i += num_threads) reinterpret_cast<uint4*>(copies_)[i] = uint4{};
+#pragma unroll 1
+        for (int i = threadIdx.x; i < histograms * kWords / 4; i += num_threads)
+            reinterpret_cast<uint4*>(counts_)[i] = uint4{};
     }
-    __device__ void add(uint32_t bin) const { add_one_at(smem_address(copies_) + (bin * kCopies + copy()) * 4); }
+    __device__ void add(uint32_t bin) const { add_one_at(smem_address(counts_) + bin * 4); }
+    __device__ void add_many(uint32_t bin, int count) const { atomicAdd(counts_ + bin, count); }
     // The orders in both halves of a word, by their high bytes.
     __device__ void add_high_bytes(uint32_t word) const { add_two(__byte_perm(word, 0, 0x4341)); }
     // The same by their low bytes, of orders with the high byte of `known`, whose low byte is 0.
@@ -33,31 +34,23 @@ public:
     __device__ void add_low_bytes(uint32_t word, uint32_t known, uint32_t other) const {
         const uint32_t here = __vminu2(word ^ known * 0x10001, kBins * 0x10001),
                        there = __vminu2(word ^ other * 0x10001, kBins * 0x10001);
-        add_two(__vminu2(here, there) + (here >> 8 & 0x10001) * (kBins + 1));
+        add_two(__vminu2(here, there) + (here >> 8 & 0x10001) * kWords);
     }
     // `bin` here, or else bin_of_other in the histogram behind this one.
     __device__ void add(uint32_t bin, uint32_t bin_of_other) const {
-        add(min(bin, bin_of_other) + (bin < kBins ? 0 : kBins + 1));
-    }
-    __device__ uint32_t sum(int bin) const {
-        uint32_t sum = 0;
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) sum += copies_[bin * kCopies + (i + bin / 2) % kCopies];
-        return sum;
+        add(min(bin, bin_of_other) + (bin < kBins ? 0 : kWords));
     }
 
 private:
     // A bin in each half.
     __device__ void add_two(uint32_t bins) const {
-        static_assert(2 * kWords * 4 <= 0x10000, "offsets in two histograms have 16 bits");
-        const uint32_t offsets = bins * (kCopies * 4) + copy() * (4 * 0x10001), to = smem_address(copies_);
-        add_one_at(to + (offsets & 0xffff));
-        add_one_at(to + (offsets >> 16));
+        const uint32_t to = smem_address(counts_);
+        add_one_at(to + (bins & 0xffff) * 4);
+        add_one_at(to + (bins >> 16) * 4);
     }
-    __device__ static uint32_t copy() { return lane_id() % kCopies; }
     __device__ static void add_one_at(uint32_t to) { asm volatile("red.shared.add.u32 [%0], 1;" ::"r"(to) : "memory"); }
 
-    uint32_t* const copies_;
+    uint32_t* const counts_;
 };
 
 // The largest digit such that at least `wanted` keys have this digit or a larger one, and how many have a larger one.

@@ -51,7 +51,7 @@ __device__ __forceinline__ Entry entry_of(uint32_t rank, int key) {
 struct alignas(16) RadixSelectSharedStorage {
     union {
         uint32_t histogram[DigitHistogram::kWords];
-        Entry entries[DigitHistogram::kWords / 2];  // the first row's keys, if they fit
+        Entry entries[2048];  // the first row's keys, if they fit
     };
     uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
     uint32_t totals[kBins];
@@ -205,7 +205,7 @@ private:
         is_stored_ = stores_;
         __syncthreads();
         const int bin = threadIdx.x;
-        if (bin < kBins) smem_.counts[kShift / kDigit % 2][bin] = histogram.sum(bin);
+        if (bin < kBins) smem_.counts[kShift / kDigit % 2][bin] = smem_.histogram[bin];
     }
 
     // Chooses the largest digit such that at least `wanted` keys have this digit or a larger one.

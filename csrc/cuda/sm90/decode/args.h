@@ -14,6 +14,7 @@ constexpr int kDecodeMaxCluster = 16;        // above 8 is not portable
 constexpr int kDecodeGroup = kVectorBiases;  // neighbouring keys of a thread that reads biases
 constexpr int kScanGroup = 16;               // and of a lane that scans their orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
+constexpr int kDecodeMaxCandidates = 1024;  // of a warp
 // batch_invariant: kInvariantMinWarps attend to a sequence of up to kInvariantKeys keys, twice as many to one of up to
 // twice as many keys, and so on up to kInvariantMaxWarps. A split has kInvariantSplitWarps of them, or one for each
 // tile of packed rows if these are more.
@@ -31,6 +32,7 @@ struct DecodeArgs : KvCacheArgs {
     int warps = kDecodeMinWarps;               // of a CTA
     int cluster = 1;                           // CTAs of a sequence and KV head
     int order_capacity = 0;                    // orders of biases that fit in a CTA's shared memory; 0: dense
+    int candidate_capacity = 0;                // candidates of a warp (candidates.cuh); 0: all keys are counted
     int list_capacity = 0;                     // selected keys of a CTA
     int max_rows = 1;                          // sequences of more query rows are skipped
     int query_tiles = 1;                       // tiles of kDecodeTileRows rows of Q in shared memory
@@ -84,5 +86,17 @@ __host__ __device__ inline int decode_tiles(int64_t packed_rows) {
 __host__ __device__ inline int decode_segment(int share, int warps) {
     return ceil_div(share, warps * kDecodeSegmentAlign) * kDecodeSegmentAlign;
 }
+
+// The keys of a CTA in the selection; each of its warps has a segment of them.
+struct SelectionShare {
+    int per_cta;  // at most
+    int begin, keys, cached;
+    int segment;
+
+    __device__ SelectionShare(int all_keys, int all_cached, int cluster, int warps, int rank)
+        : per_cta(decode_share(all_keys, cluster)), begin(min(rank * per_cta, all_keys)),
+          keys(min(per_cta, all_keys - begin)), cached(max(min(keys, all_cached - begin), 0)),
+          segment(decode_segment(per_cta, warps)) {}
+};
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -65,6 +65,12 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);
 
+    constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
+    using Selector = DecodeSelector<kHalf, kWarps, kPlain>;
+    const DecodeSmemLayout layout(p, kHeadDim);
+    auto* histograms = reinterpret_cast<uint32_t*>(raw_smem + layout.histograms);
+    if (p.order_capacity > 0) Selector::init(smem, histograms);
+
     const int cluster = p.cluster, rank = static_cast<int>(blockIdx.x) & (cluster - 1);
     const int sequence_head = div_by_power(static_cast<int>(blockIdx.x), cluster);
     const int batch = static_cast<int>(p.kv_heads_divmod.quotient(sequence_head));
@@ -72,15 +78,12 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
     if (cache.rows == 0 || cache.rows > p.max_rows) return;  // all threads of the cluster
 
     using Attention = DecodeAttention<T, kHeadDim, kWarps, kPlain>;
-    const DecodeSmemLayout layout(p, kHeadDim);
     Attention attention(p, cache, smem, reinterpret_cast<typename Attention::QueryTile*>(raw_smem + layout.query),
                         raw_smem + layout.tiles);
     const bool selects = p.order_capacity > 0 && cache.keys > p.window_size;
-    constexpr DataType kHalf = std::is_same_v<T, half_t> ? DataType::kFloat16 : DataType::kBFloat16;
-    DecodeSelector<kHalf, kWarps, kPlain> selector(p, cache, smem,
-                                                   reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
-                                                   reinterpret_cast<uint32_t*>(raw_smem + layout.histograms), rank);
-    if (selects && threadIdx.x == 0) selector.prefetch();
+    Selector selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
+                      reinterpret_cast<uint16_t*>(raw_smem + layout.candidates), histograms, rank);
+    if (selects) selector.start();
     attention.load_query();
     const int* list = nullptr;
     int keys = cache.keys;
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHea
         int* selected = reinterpret_cast<int*>(raw_smem + layout.list);
         keys = selector.run(selected, attention.splits());
         list = selected;
-        p.overlays ? selector.cluster_barrier() : __syncthreads();  // the list is complete; the orders have been read
+        selector.finish(layout);
     }
     attention.run(list, keys, rank);
     if (rank == 0) cache.append<T>(0, cache.rows, threadIdx.x, blockDim.x);

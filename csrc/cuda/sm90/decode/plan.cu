@@ -66,12 +66,17 @@ bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     if (args.window_size == 0 || args.window_size >= args.seqlen_k) return true;
     const auto keys = static_cast<int>(args.seqlen_k);
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
+    args.candidate_capacity = args.is_plain ? std::min(args.order_capacity / warps / 2, kDecodeMaxCandidates) : 0;
     args.list_capacity = most_selected(args);
     const int64_t least = int64_t{args.order_capacity} * 2 + int64_t{args.list_capacity} * 4;
     if (least > current_device().shared_memory) return false;
+    const auto fits = [&] {
+        return DecodeSmemLayout(args, head_dim).total <=
+               current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
+    };
     args.overlays = false;
-    args.overlays =
-        DecodeSmemLayout(args, head_dim).total > current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
+    args.overlays = !fits();
+    if (!fits()) args.candidate_capacity = 0;
     return true;
 }
 

@@ -1,6 +1,6 @@
-// Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the orders of
-// the biases, the tiles of K and V. The histograms of the selection follow the orders, where the tiles will be. If
-// `overlays` is set, the tiles begin at the orders.
+// Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the biases or
+// their orders, the candidates of each warp, the tiles of K and V. The histograms of the selection are where the tiles
+// will be. If `overlays` is set, the tiles begin at the orders.
 #pragma once
 
 #include "args.h"
@@ -12,11 +12,13 @@ namespace flash_dmattn::cuda::sm90 {
 constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 
 struct alignas(128) DecodeSharedStorage {
-    uint32_t histogram[kBins];               // of the current digit, summed over the CTAs
-    alignas(8) uint64_t histogram_ready[2];  // of even and of odd digits: the CTAs' histograms have arrived
+    alignas(16) uint32_t histogram[kBins];   // of the current digit, summed over the CTAs
+    alignas(8) uint64_t histogram_ready[2];  // of even and of odd rounds: the CTAs' histograms have arrived
+    alignas(8) uint64_t biases_ready[2][kDecodeMaxWarps];  // of each warp: its first ones, the others
+    alignas(16) uint16_t samples[kDecodeMaxWarps * 32];
+    int sample_counts[2][16];
     int equal_counts[kDecodeMaxWarps];
-    uint32_t segment_counts[kDecodeMaxWarps];  // selected keys of each warp, read by the others
-    int segment_starts[kDecodeSegments + 1];
+    alignas(16) uint32_t segment_counts[kDecodeSegments];  // selected keys of each warp of each CTA, written by theirs
     float warp_max[kDecodeMaxWarps][kDecodeTileRows], warp_sum[kDecodeMaxWarps][kDecodeTileRows];
     // The results of each split, at the index of its first warps; the other CTAs read them.
     float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];
@@ -26,23 +28,25 @@ struct alignas(128) DecodeSharedStorage {
 // output.
 __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * head_dim * 2; }
 __host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
-// The selection's histograms: this CTA's, and one received from each CTA for even and for odd digits.
+// The histograms of DigitExchange: this CTA's, and one received from each CTA, for even and for odd rounds.
 __host__ __device__ constexpr int decode_histogram_bytes(int cluster) {
-    return (DigitHistogram::kWords + kBins * 2 * cluster) * 4;
+    return 2 * (DigitHistogram::kWords + kBins * cluster) * 4;
 }
 
 // Offsets in bytes.
 struct DecodeSmemLayout {
-    int query, list, orders, histograms, tiles, total;
+    int query, list, orders, candidates, histograms, tiles, tile_bytes, total;
 
     __host__ __device__ DecodeSmemLayout(const DecodeArgs& p, int head_dim) {
         query = sizeof(DecodeSharedStorage);
         list = query + p.query_tiles * decode_query_bytes(head_dim);
         orders = list + ceil_div(p.list_capacity, 32) * 128;
-        histograms = orders + p.order_capacity * 2;
+        candidates = orders + p.order_capacity * 2;
+        histograms = candidates + p.candidate_capacity * p.warps * 2;
         tiles = p.overlays ? orders : histograms;
         const int selecting = histograms + decode_histogram_bytes(p.cluster);
-        const int attending = tiles + p.warps * 2 * decode_tile_bytes(head_dim);
+        tile_bytes = p.warps * 2 * decode_tile_bytes(head_dim);
+        const int attending = tiles + tile_bytes;
         total = selecting > attending ? selecting : attending;
     }
 };

@@ -1,0 +1,319 @@
+// The selection of a decoding kernel among candidates: keys whose biases reach a bound that a sample of the biases puts
+// below the threshold. A few percent of the keys are candidates of a window of one percent, so only the comparison with
+// the bound reads all of them. The bound may be wrong: then all keys are counted (selector.cuh).
+#pragma once
+
+#include "cuda/arch/math.cuh"
+#include "cuda/arch/tma.cuh"
+#include "cuda/kvcache/cache.cuh"
+#include "cuda/mask/bits.cuh"
+#include "digit_exchange.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+// For 16-bit biases that are read 16 bytes at a time. A warp has a segment of its CTA's keys, and a list of the
+// candidates in it, by increasing position.
+template <DataType kType, int kWarps>
+class DecodeCandidates {
+    static constexpr int kThreads = kWarps * 32;
+    static constexpr int kLaneKeys = 32;  // neighbouring keys that a lane compares at a time, bits of a word
+    static constexpr int kStep = 2 * 32 * kLaneKeys;  // keys that a warp compares in a step
+    static constexpr int kUnroll = 4;                 // candidates of a lane in flight
+
+public:
+    // `biases`: shared memory for those of the CTA; `lists`: and for candidate_capacity of each warp.
+    __device__ DecodeCandidates(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem,
+                                const SelectionShare& share, uint16_t* biases, uint16_t* lists)
+        : p_(p), cache_(cache), smem_(smem), share_(share), biases_(biases + warp_id() * share.segment),
+          list_(lists + warp_id() * p.candidate_capacity) {
+        const int cached = cache.cached_keys();
+        if (p.candidate_capacity == 0 || cached < kThreads) return;
+        // `expected` samples are at or above the threshold: more than rank_ of them one time in 50,000.
+        const float expected =
+            __fdividef(static_cast<float>(static_cast<int>(p.window_size)) * kThreads, static_cast<float>(cached));
+        rank_ = static_cast<int>(expected + 4 * fast_sqrt(expected) + 4);
+        far_samples_ = static_cast<int>(expected / 4);
+        if (rank_ * share.segment > p.candidate_capacity * (kThreads * 3 / 4)) rank_ = 0;
+    }
+
+    // Whether there is memory for as many candidates as are to be expected.
+    __device__ bool is_enabled() const { return rank_ > 0; }
+
+    // Before all else.
+    __device__ static void init(DecodeSharedStorage& smem) {
+        if (lane_id() != 0) return;
+#pragma unroll
+        for (auto& ready : smem.biases_ready) mbarrier_init(smem_address(&ready[warp_id()]), 1);
+    }
+
+    // Starts to read a sample of the sequence's biases, and this warp's.
+    __device__ void load() {
+        // Of each sector that is read, four biases.
+        constexpr int kSector = 4, kSectors = kThreads / kSector;
+        sample_ = __ldcg(bias_of(threadIdx.x / kSector * (cache_.cached_keys() / kSectors) + threadIdx.x % kSector));
+        const int before = warp_id() * share_.segment, grouped = share_.cached / kGroup * kGroup - before;
+        vector_keys_ = max(min(grouped, share_.segment), 0);
+        copy(0, min(vector_keys_, kStep));
+        // The keys after the last group: the last ones of the cache, and a new one.
+        if (grouped >= 0 && grouped < share_.segment) {
+            last_keys_ = min(share_.keys - before - grouped, kGroup);
+            if (lane_id() < last_keys_)
+                last_bias_ = __ldcg(cache_.template row_of<uint16_t>(p_.bias_cache, p_.bias,
+                                                                     share_.begin + before + grouped + lane_id()));
+        }
+    }
+
+    // Selects: this warp's list begins with the offsets of its `selected` keys, in their order. Returns false in all CTAs
+    // if the bound is too high or too low. All threads of the cluster call.
+    __device__ bool select(DigitExchange<kWarps>& exchange, int& selected) {
+        int shift = 0, wanted = static_cast<int>(p_.window_size);
+        uint32_t base = find_bound(shift);
+        if (base <= kMaskedOrder<kType>) {
+            for (int begin = 0; begin < min(vector_keys_, 2 * kStep); begin += kStep) mbarrier_wait(ready(begin), 0);
+            __syncthreads();  // the memory of the biases is free
+            return false;
+        }
+        const bool fits = find_candidates(base);
+        if (!fits) count_ = 0;
+        ChosenDigit chosen;
+        for (bool is_first = true;; is_first = false) {
+            const DigitHistogram histogram = exchange.begin();
+            // In the first round the last bin has all larger orders, too, and tells of lists that are too long.
+            const uint32_t last = is_first ? kBins - 1 : kBins;
+            if (is_first && !fits && lane_id() == 0) histogram.add_many(kBins - 1, wanted);
+            for_each_step([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+#pragma unroll
+                for (int i = 0; i < kUnroll; ++i)
+                    histogram.add(offsets[i] < 0 ? kBins : min((orders[i] - base) >> shift, last));
+            });
+            exchange.exchange();
+            chosen = exchange.choose(wanted);
+            if (is_first && (chosen.digit < 0 || chosen.digit == kBins - 1)) return false;
+            base += chosen.digit << shift;
+            wanted -= chosen.above;
+            if (shift == 0) break;
+            shift = 0;
+        }
+        refuse_nan(found_nan_);
+        selected = compact(base, exchange.equal_keys(chosen.digit, wanted));
+        return true;
+    }
+
+private:
+    __device__ uint32_t ready(int begin) const { return smem_address(&smem_.biases_ready[begin > 0][warp_id()]); }
+    // Starts to copy the biases [begin, end) of the warp's segment, a part of each page.
+    __device__ void copy(int begin, int end) const {
+        if (begin >= end) return;
+        if (lane_id() == 0) mbarrier_arrive_and_expect_tx(ready(begin), (end - begin) * 2);
+        __syncwarp();
+        const int segment = share_.begin + warp_id() * share_.segment;
+        const int page_keys = static_cast<int>(p_.keys_per_page.value);
+        const int last_page = static_cast<int>(p_.keys_per_page.quotient(segment + end - 1));
+        for (int page = static_cast<int>(p_.keys_per_page.quotient(segment + begin)) + lane_id(); page <= last_page;
+             page += 32) {
+            const int from = max(page * page_keys - segment, begin),
+                      to = min(page * page_keys + page_keys - segment, end);
+            tma_load(smem_address(biases_ + from), bias_of(segment + from), (to - from) * 2, ready(begin));
+        }
+    }
+    __device__ const uint16_t* bias_of(int cached_key) const {
+        return cache_.template cached_row_of<uint16_t>(p_.bias_cache, cached_key);
+    }
+
+    // The order that rank_ samples reach, in its high 12 bits; 0 where so many reach it that the lists would be too long.
+    // `shift`: of a digit such that nearly all samples are less than kBins digits above the bound. Each warp tests other
+    // numbers.
+    __device__ uint32_t find_bound(int& shift) const {
+        constexpr int kBits = 4, kLowBits = 4, kTests = (1 << kBits) / kWarps, kWords = kThreads / 64;
+        static_assert(kTests == 1 || kTests == 2);
+        smem_.samples[threadIdx.x] = order_of<kType>(sample_);
+        copy(kStep, vector_keys_);  // not before: the sample would wait for them
+        __syncthreads();
+        uint32_t words[kWords];
+#pragma unroll
+        for (int i = 0; i < kWords; i += 4) {
+            const uint4 x = reinterpret_cast<const uint4*>(smem_.samples)[lane_id() * (kWords / 4) + i / 4];
+            words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
+        }
+        uint32_t bound = 0;
+#pragma unroll 1
+        for (int bit = 16 - kBits, buffer = 0; bit >= kLowBits; bit -= kBits, buffer ^= 1) {
+            // The first number is that which was reached before.
+            uint32_t counts = 0;
+#pragma unroll
+            for (int i = 0; i < kTests; ++i) {
+                const uint32_t above = samples_above(words, (bound | (warp_id() * kTests + i) << bit) - 1);
+                counts |= above << 16 * i;
+            }
+            counts = __reduce_add_sync(~0u, counts);
+            if (lane_id() < kTests)
+                smem_.sample_counts[buffer][warp_id() * kTests + lane_id()] = counts >> 16 * lane_id() & 0xffff;
+            __syncthreads();
+            const int test = lane_id() % (1 << kBits);
+            const bool is_reached = lane_id() == test && test > 0 && smem_.sample_counts[buffer][test] >= rank_;
+            bound |= __popc(__ballot_sync(~0u, is_reached)) << bit;
+        }
+        const uint32_t far = samples_above(words, min(bound + kBins - 2, 0xffffu)),
+                       reached = samples_above(words, max(bound, 1u) - 1),
+                       counts = __reduce_add_sync(~0u, far | reached << 16);
+        shift = static_cast<int>(counts & 0xffff) > far_samples_ ? kDigit : 0;
+        if (static_cast<int>(counts >> 16) * share_.segment > p_.candidate_capacity * kThreads) return 0;
+        return bound;
+    }
+    // Of this lane's samples.
+    template <int kWords>
+    __device__ static uint32_t samples_above(const uint32_t (&words)[kWords], uint32_t limit) {
+        const uint32_t limits = limit * 0x10001;
+        uint32_t above = 0;  // in each half
+#pragma unroll
+        for (const uint32_t word : words) above += __vminu2(__vmaxu2(word, limits) - limits, 0x10001);
+        return (above & 0xffff) + (above >> 16);
+    }
+
+    // Lists the keys of at least the order `bound`. Returns false if there are too many of them.
+    __device__ bool find_candidates(uint32_t bound) {
+        const uint32_t least = (bound & 0x8000 ? bound & 0x7fff : ~bound & 0xffff) * 0x10001;
+        uint32_t nans = 0;
+        count_ = 0;
+#pragma unroll 1
+        for (int begin = 0; begin < vector_keys_; begin += kStep) {
+            if (begin <= kStep) mbarrier_wait(ready(begin), 0);
+            // In two halves, whose numbers of candidates are in the halves of a word.
+            const int first = begin + lane_id() * kLaneKeys, second = first + kStep / 2;
+            uint32_t found[2] = {compare(first, least, nans)};
+            if (begin + kStep / 2 < vector_keys_) found[1] = compare(second, least, nans);
+            const uint32_t own = __popc(found[0]) | __popc(found[1]) << 16, upto = warp_inclusive_sum(own),
+                           all = __shfl_sync(~0u, upto, 31), before = upto - own;
+            const int middle = count_ + static_cast<int>(all & 0xffff), end = middle + static_cast<int>(all >> 16);
+            if (end > p_.candidate_capacity) return false;
+            list(found[0], first, count_ + static_cast<int>(before & 0xffff));
+            list(found[1], second, middle + static_cast<int>(before >> 16));
+            count_ = end;
+        }
+        found_nan_ |= Group<kType>::has_nan(nans);
+        return add_last_keys(bound);
+    }
+
+    // Returns the bits of those of a lane's neighbouring keys that are at least `least`.
+    __device__ __forceinline__ uint32_t compare(int first, uint32_t least, uint32_t& nans) const {
+        constexpr int kGroups = kLaneKeys / kGroup;
+        const int rotation = lane_id() / 2 % kGroups;  // of the groups, against bank conflicts
+        uint32_t bits[kGroups / 2] = {};  // of two groups: even keys in the low half, odd keys in the high one
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            constexpr uint32_t kNone = (FloatBits<kType>::kMinusZero | FloatBits<kType>::kInfinity) * 0x10001u;
+            const int at = first + (g + rotation) % kGroups * kGroup;
+            uint4 x = {kNone, kNone, kNone, kNone};
+            if (at < vector_keys_) x = *reinterpret_cast<const uint4*>(biases_ + at);
+            const uint32_t words[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int i = 0; i < kGroup / 2; ++i) {
+                Group<kType>::propagate_nan(words[i], nans);
+                bits[g / 2] |= at_least(words[i], least) & 0x20001 << (g % 2 * kGroup + 2 * i);
+            }
+        }
+        const uint32_t rotated = ((bits[0] | bits[0] >> 16) & 0xffff) | (bits[1] & 0xffff0000) | bits[1] << 16;
+        return __funnelshift_l(rotated, rotated, rotation * kGroup);
+    }
+
+    // Lists a lane's keys from `to` on, from both ends at a time.
+    __device__ __forceinline__ void list(uint32_t found, int first, int to) const {
+        for (int end = to + __popc(found); found != 0; ++to) {
+            const int low = __ffs(found) - 1, high = 31 - __clz(found);
+            list_[to] = static_cast<uint16_t>(first + low);
+            list_[--end] = static_cast<uint16_t>(first + high);
+            found &= ~(1u << low | 1u << high);
+        }
+    }
+
+    __device__ bool add_last_keys(uint32_t bound) {
+        const int at = vector_keys_ + lane_id();
+        bool is_candidate = false;
+        if (lane_id() < last_keys_) {
+            found_nan_ |= is_nan<kType>(last_bias_);
+            biases_[at] = last_bias_;
+            is_candidate = order_of<kType>(last_bias_) >= bound;
+        }
+        const uint32_t lanes = __ballot_sync(~0u, is_candidate);
+        const int end = count_ + __popc(lanes);
+        if (end > p_.candidate_capacity) return false;
+        if (is_candidate) list_[count_ + rank_in(lanes)] = static_cast<uint16_t>(at);
+        count_ = end;
+        __syncwarp();
+        return true;
+    }
+
+    // Calls visit(offsets, orders) for kUnroll times 32 candidates of the warp: of number i * 32 + lane. The offset is
+    // -1 and the order 0 where there is none.
+    template <typename Visit>
+    __device__ __forceinline__ void for_each_step(const Visit& visit) const {
+#pragma unroll 1
+        for (int first = lane_id(); first - lane_id() < count_; first += kUnroll * 32) {
+            int offsets[kUnroll];
+            uint32_t orders[kUnroll];
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) offsets[i] = first + i * 32 < count_ ? list_[first + i * 32] : -1;
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) orders[i] = offsets[i] < 0 ? 0 : order_of<kType>(biases_[offsets[i]]);
+            visit(offsets, orders);
+        }
+    }
+
+    // Lists the selected candidates, in their order: those above `threshold`, and those equal to it that are not skipped.
+    // Returns their number.
+    __device__ int compact(uint32_t threshold, const typename DigitExchange<kWarps>::EqualKeys& of_cta) {
+        int skipped = of_cta.skipped;  // of the warp's candidates that are equal to the threshold
+        if (skipped > 0 && skipped < of_cta.all) {
+            int equal = 0;
+            for_each_step([&](const int (&)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+#pragma unroll
+                for (const uint32_t order : orders) equal += order == threshold;
+            });
+            equal = __reduce_add_sync(~0u, equal);
+            if (lane_id() == 0) smem_.equal_counts[warp_id()] = equal;
+            __syncthreads();
+            skipped -= __reduce_add_sync(~0u, lane_id() < warp_id() ? smem_.equal_counts[lane_id() % kWarps] : 0);
+        }
+        int selected = 0, equal = 0;
+        for_each_step([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {
+                const uint32_t equals = __ballot_sync(~0u, orders[i] == threshold);
+                const bool is_selected =
+                    orders[i] > threshold || (orders[i] == threshold && equal + rank_in(equals) >= skipped);
+                const uint32_t lanes = __ballot_sync(~0u, is_selected);  // all have read their candidates
+                if (is_selected) list_[selected + rank_in(lanes)] = static_cast<uint16_t>(offsets[i]);
+                selected += __popc(lanes), equal += __popc(equals);
+            }
+        });
+        return selected;
+    }
+
+    // All bits of those halves of `word` that are at least the halves of `least`.
+    __device__ __forceinline__ static uint32_t at_least(uint32_t word, uint32_t least) {
+        uint32_t mask;
+        if constexpr (kType == DataType::kFloat16) {
+            asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(least));
+        } else {
+            asm("set.ge.u32.bf16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(least));
+        }
+        return mask;
+    }
+
+    const DecodeArgs& p_;
+    const KvCache& cache_;
+    DecodeSharedStorage& smem_;
+    const SelectionShare share_;
+    uint16_t* const biases_;  // of this warp's keys
+    uint16_t* const list_;
+    int rank_ = 0;         // of the sample that is the bound
+    int far_samples_;      // above the digits of the first round there may be so many samples
+    uint16_t sample_;      // a bias
+    int vector_keys_ = 0;  // of the warp's cached keys, those in whole groups of eight
+    int last_keys_ = 0;    // the keys after them, which a lane each has
+    uint16_t last_bias_;
+    int count_ = 0;  // candidates
+    bool found_nan_ = false;
+};
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -57,20 +57,20 @@ def position(x):
 
 
 def sampled(x):
-    """Where a kernel with 512 or 256 threads samples the biases of a sequence (decode/candidates.cuh)."""
+    """The runs of four keys that a kernel with 512 or 256 threads samples (decode/candidates.cuh). The last key is
+    new, and not sampled."""
     keys = torch.arange(len(x) - 1, device=x.device)
     hit = ((keys % ((len(x) - 1) // 128) < 4) | (keys % ((len(x) - 1) // 64) < 4)) & (len(x) > 512)
-    return torch.cat([hit, hit[:1] & False])[:, None]
+    return torch.cat([hit, hit.new_zeros(1)])[:, None]
 
 
-def nearly_equal(x):
-    """The same order, ties included, of small numbers. What masks stays."""
+def scaled_down(x):
+    """Visible biases times a power of 2, at most 2**-8, so that softmax weights are nearly equal. Masked ones stay."""
     visible = x > torch.finfo(x.dtype).min
     if not visible.any():
         return x
-    return torch.where(
-        visible, x.double() * 2.0 ** (-8 - x[visible].abs().max().double().clamp(min=2.0**-100).log2().ceil()), x
-    )
+    largest = x[visible].abs().max().double().clamp(min=2.0**-100)
+    return torch.where(visible, x.double() * 2.0 ** (-8 - largest.log2().ceil()), x)
 
 
 DISTRIBUTIONS = {
@@ -96,7 +96,11 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+each_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+@each_distribution
 @each_bias_dtype
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "batch invariant"])
 @pytest.mark.parametrize("contiguous", ["heads", "keys"])
@@ -110,22 +114,48 @@ def test_distributions(distribution, bias_dtype, invariant, contiguous):
     check(sequences, call=call, options={"window_size": WINDOW, "batch_invariant": invariant})
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("page_size", [None, 24])
-def test_every_selected_key(distribution, dtype, page_size):
-    """Weights are nearly equal, so that out counts the selected keys by position % 64: one wrong key shows."""
-    sequences = sequences_of([511, 2000, 9001, 40007, 130000], dtype=dtype, head_dim=64)
+def counting_sequences(lengths, distribution, dtype):
+    """Weights are nearly equal, so that out counts the selected keys by position % 64: a wrong key shows, unless it
+    has the same position % 64."""
+    sequences = sequences_of(lengths, dtype=dtype, head_dim=64)
     for s in sequences:
         s.query.zero_()
-        s.biases = nearly_equal(distribution(s.biases)).to(dtype)
+        s.biases = scaled_down(distribution(s.biases)).to(dtype)
         codes = torch.nn.functional.one_hot(torch.arange(len(s.values), device="cuda") % 64, 64)
         s.values.copy_(codes[:, None].expand_as(s.values))
+    return sequences
+
+
+def assert_same_counts(out, sequence):
+    exact, _ = reference(sequence, window_size=WINDOW)
+    torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=0.3 / WINDOW)
+
+
+@each_distribution
+@each_dtype
+@pytest.mark.parametrize("page_size", [None, 24])
+def test_every_selected_key(distribution, dtype, page_size):
+    sequences = counting_sequences([511, 2000, 9001, 40007, 130000], distribution, dtype)
     call = make_call(sequences, page_size=page_size)
     call.put_heads_first()
     for s, (out, _) in zip(sequences, check(sequences, call=call, options={"window_size": WINDOW})):
-        exact, _ = reference(s, window_size=WINDOW)
-        torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=0.3 / WINDOW)
+        assert_same_counts(out, s)
+
+
+@each_distribution
+@each_dtype
+def test_long_segments(distribution, dtype):
+    """With a CTA per sequence and KV head a warp has 4,096 keys, more than it waits for at first."""
+    (sequence,) = counting_sequences([65000], distribution, dtype)
+    call = make_call([sequence], page_size=16, appends=False)
+    call.put_heads_first()
+    copies = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    call.query = call.query.expand(copies, -1, -1, -1).contiguous()
+    for name in ("cache_seqlens", "block_table"):
+        call.arguments[name] = call.arguments[name].expand(copies, *call.arguments[name].shape[1:]).contiguous()
+    out = call(window_size=WINDOW)
+    assert_same_counts(out[0], sequence)
+    assert torch.equal(out, out[:1].expand_as(out))
 
 
 @each_bias_dtype

@@ -12,10 +12,22 @@ __device__ __forceinline__ void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
-// Without that order, which takes a fence. For barriers that were initialized by mbarrier_init, which has its own fence,
-// and before a CTA exits whose shared memory others have read: they have used what they loaded.
+// Without that order, which takes a fence of all memory. For barriers that were initialized by mbarrier_init, which has
+// its own fence, and before a CTA exits whose shared memory others have read: they have used what they loaded.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// A barrier of all threads of a cluster that orders shared memory alone: what a thread wrote before to that of its own
+// CTA is seen after it. The fence of cluster_sync also waits for global memory.
+__device__ __forceinline__ void cluster_sync_shared() {
+#if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+    cluster_arrive_relaxed();
+#else
+    cluster_arrive();
+#endif
+    cluster_wait();
 }
 
 // Maps a shared-memory address of this CTA to the same address in CTA `rank` of the cluster.
@@ -46,12 +58,12 @@ __device__ __forceinline__ float4 load_dsmem_float4(uint32_t dsmem_address) {
     return x;
 }
 
-__device__ __forceinline__ void store_dsmem(uint32_t dsmem_address, uint32_t x) {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(dsmem_address), "r"(x) : "memory");
+// Stores asynchronously to a CTA of the cluster, whose mbarrier counts the bytes. Both addresses come from map_to_cta.
+__device__ __forceinline__ void store_dsmem_async(uint32_t dsmem_address, uint32_t x, uint32_t cluster_barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(dsmem_address),
+                 "r"(x), "r"(cluster_barrier)
+                 : "memory");
 }
-
-// Stores 16 bytes asynchronously to a CTA of the cluster, whose mbarrier counts them. Both addresses come from
-// map_to_cta.
 __device__ __forceinline__ void store_dsmem_async(uint32_t dsmem_address, const uint4& x, uint32_t cluster_barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      dsmem_address),

@@ -4,8 +4,8 @@
 // The window of a row has the w largest keys up to the row's own. Each row adds its key and, if there are more than w,
 // evicts the smallest. An m_block of n rows thus evicts at most the n smallest keys of the window before it
 // (evictable); the others stay for all its rows. One radix select finds both thresholds, of the window and of the
-// staying keys. A row sees an evictable or new key if fewer than w - (staying keys) of the evictable keys and of the new
-// keys up to this row are larger. chunked_sequences.cu divides a sequence in the same way.
+// staying keys. A row sees an evictable or new key if fewer than w - (staying keys) of the evictable keys and of the
+// new keys up to this row are larger. chunked_sequences.cu divides a sequence in the same way.
 #pragma once
 
 #include <climits>
@@ -39,8 +39,8 @@ class MBlockSelector {
     static_assert(kGroups * kGroup <= 32, "a bit for each key of a thread");
     static_assert(kThreads * kGroups * kGroup < 1 << 16, "two counts in a word");
 
-    // The `wanted` largest of the keys before the m_block: those above `threshold`, and the last `wanted` of the `equal`
-    // keys equal to it. No masked key is wanted.
+    // The `wanted` largest of the keys before the m_block: those above `threshold`, and the last `wanted` of the
+    // `equal` keys equal to it. No masked key is wanted.
     struct Search {
         uint32_t threshold;
         int wanted, equal;
@@ -137,7 +137,8 @@ private:
         searches_[kWindow] = {0, min(window_, before_), 0};
         searches_[kStaying] = {0, min(max(window_ - rows_, 0), before_), 0};
         if (before_ > 0) find_digit<kDigits - 1>();
-        // Where none is wanted, all digits are the largest, which no key has. No masked key is wanted: INT_MAX skips all.
+        // Where none is wanted, all digits are the largest, which no key has. No masked key is wanted: INT_MAX skips
+        // all.
 #pragma unroll
         for (Search& search : searches_)
             if (search.threshold <= kMaskedOrder<kType>) search = {kMaskedOrder<kType>, 0, INT_MAX};
@@ -311,8 +312,8 @@ private:
         return larger;
     }
 
-    // The row of the `count`-th new key, from number `first` on, that is larger than an earlier key of this order; kRows
-    // where there are fewer.
+    // The row of the `count`-th new key, from number `first` on, that is larger than an earlier key of this order;
+    // kRows where there are fewer.
     __device__ int find_eviction_row(uint32_t order, int first, int count) const {
         for (int i = first; i < added_; ++i)
             if (smem_.added[i].order >= order && --count == 0) return smem_.added[i].row;

@@ -42,6 +42,14 @@ constexpr __host__ __device__ auto order_of(typename FloatBits<kType>::Bits bits
     return static_cast<Bits>(bits > F::kMinusZero ? ~bits : bits | F::kMinusZero);
 }
 
+// The bias of an order; 0 for both zeros.
+template <DataType kType>
+constexpr __host__ __device__ auto bias_of_order(uint32_t order) {
+    using F = FloatBits<kType>;
+    using Bits = typename F::Bits;
+    return static_cast<Bits>(order & F::kMinusZero ? order & ~uint32_t{F::kMinusZero} : ~order);
+}
+
 // A key is masked if its order is at most this.
 template <DataType kType>
 constexpr auto kMaskedOrder = order_of<kType>(FloatBits<kType>::kLowest);

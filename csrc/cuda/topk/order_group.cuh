@@ -12,11 +12,11 @@ constexpr int kGroup = 8;  // neighbouring keys of a thread
 // branch. Lanes of a warp that add to the same bin do not wait for each other (ATOMS.POPC.INC).
 class DigitHistogram {
 public:
-    static constexpr int kWords = kBins + 4;  // those of the next one are aligned to 16 bytes
+    static constexpr int kWords = kBins + 4;  // padded: the next histogram is aligned to 16 bytes
 
     __device__ explicit DigitHistogram(uint32_t* counts) : counts_(counts) {}
 
-    // Also of the histograms behind this one. All threads call.
+    // Clears this histogram and those behind it, `histograms` in all. All threads call.
     __device__ void clear(int num_threads, int histograms = 1) const {
 #pragma unroll 1
         for (int i = threadIdx.x; i < histograms * kWords / 4; i += num_threads)
@@ -53,22 +53,31 @@ private:
     uint32_t* const counts_;
 };
 
-// The largest digit such that at least `wanted` keys have this digit or a larger one, and how many have a larger one.
-// totals: keys of each digit. A warp calls.
+// The largest digit such that at least `wanted` keys have it or a larger one, and how many have a larger one. If there
+// are fewer keys, the digit is -1. totals: keys of each digit, aligned to 16 bytes. A warp calls.
 struct ChosenDigit {
     int digit, above;
 };
 __device__ __forceinline__ ChosenDigit choose_largest_digit(const uint32_t* totals, int wanted) {
     constexpr int kBinsOfLane = kBins / 32;
     const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
-    int of_lane = 0;
+    int bins[kBinsOfLane], of_lane = 0;
 #pragma unroll
-    for (int i = 0; i < kBinsOfLane; ++i) of_lane += totals[first + i];
+    for (int i = 0; i < kBinsOfLane; i += 4)
+        *reinterpret_cast<int4*>(bins + i) = *reinterpret_cast<const int4*>(totals + first + i);
+#pragma unroll
+    for (const int keys : bins) of_lane += keys;
     const int upto = warp_inclusive_sum(of_lane);
-    const int lane = __ffs(__ballot_sync(~0u, upto >= wanted)) - 1;
-    int above = __shfl_sync(~0u, upto - of_lane, lane), digit = (32 - lane) * kBinsOfLane - 1;
-    while (above + static_cast<int>(totals[digit]) < wanted) above += totals[digit--];
-    return {digit, above};
+    int above = upto - of_lane, bin = first;
+#pragma unroll
+    for (int i = kBinsOfLane - 1; i > 0; --i) {
+        if (bin == first && above + bins[i] >= wanted) bin = first + i;
+        if (bin == first) above += bins[i];
+    }
+    const uint32_t lanes = __ballot_sync(~0u, upto >= wanted);
+    const int lane = __ffs(lanes) - 1;
+    const ChosenDigit chosen{__shfl_sync(~0u, bin, lane), __shfl_sync(~0u, above, lane)};
+    return lanes == 0 ? ChosenDigit{-1, 0} : chosen;
 }
 
 // Order-preserving integers of neighbouring biases (order_of), packed as in memory.

@@ -44,6 +44,7 @@ struct RadixSelectParams {
 // A listed key for comparison: by bias, then by position.
 using Entry = uint64_t;
 constexpr Entry kNoEntry = ~0ull;
+constexpr int kStagedEntries = 2048;
 __device__ __forceinline__ Entry entry_of(uint32_t rank, int key) {
     return static_cast<Entry>(rank) << 32 | static_cast<uint32_t>(key);
 }
@@ -51,10 +52,10 @@ __device__ __forceinline__ Entry entry_of(uint32_t rank, int key) {
 struct alignas(16) RadixSelectSharedStorage {
     union {
         uint32_t histogram[DigitHistogram::kWords];
-        Entry entries[2048];  // the first row's keys, if they fit
+        Entry entries[kStagedEntries];  // the first row's keys, if they fit
     };
     uint32_t counts[2][kBins];  // histograms of this CTA's keys, read by the others
-    uint32_t totals[kBins];
+    alignas(16) uint32_t totals[kBins];
     int digit, above, own_above;
     int greater, equal;  // counts of this CTA's keys
     uint32_t warp_counts[2][kGroups * kWarps];
@@ -303,8 +304,7 @@ private:
 
     // Finds the smallest keys of the first row, ascending (smem_.least), and their list positions.
     __device__ void find_least() {
-        constexpr int kFit = sizeof(smem_.entries) / sizeof(Entry);
-        const bool fit = length_ <= kFit;
+        const bool fit = length_ <= kStagedEntries;
         if (fit)
             for (int at = threadIdx.x; at < length_; at += kThreads) smem_.entries[at] = read_entry(at);
         // This thread's smallest entry above `floor`; entries are at least 1.

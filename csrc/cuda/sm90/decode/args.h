@@ -31,15 +31,15 @@ struct DecodeArgs : KvCacheArgs {
     float score_cap = 0;                       // softcap
     int warps = kDecodeMinWarps;               // of a CTA
     int cluster = 1;                           // CTAs of a sequence and KV head
-    int order_capacity = 0;                    // orders of biases that fit in a CTA's shared memory; 0: dense
+    int order_capacity = 0;                    // positions in a CTA's buffer of orders; 0: no selection
     int candidate_capacity = 0;                // candidates of a warp (candidates.cuh); 0: all keys are counted
     int list_capacity = 0;                     // selected keys of a CTA
     int max_rows = 1;                          // sequences of more query rows are skipped
     int query_tiles = 1;                       // tiles of kDecodeTileRows rows of Q in shared memory
     bool overlays = false;                     // the tiles of K and V reuse the memory of the orders
     bool has_vector_bias = false;              // eight neighbouring biases are aligned to 16 bytes
-    // One query row in one tile, no softcap, no relative bias; biases, if any, of 16 bits and aligned (has_vector_bias).
-    // The kernel of such calls is smaller: fetching instructions takes much of the time.
+    // One query row in one tile, no softcap, no relative bias; biases, if any, of 16 bits and aligned
+    // (has_vector_bias). The kernel of such calls is smaller: fetching instructions takes much of the time.
     bool is_plain = false;
 };
 
@@ -89,9 +89,11 @@ __host__ __device__ inline int decode_segment(int share, int warps) {
 
 // The keys of a CTA in the selection; each of its warps has a segment of them.
 struct SelectionShare {
-    int per_cta;  // at most
-    int begin, keys, cached;
-    int segment;
+    int per_cta;  // keys of a CTA, except the last ones
+    int begin;    // its first key
+    int keys;     // with new ones
+    int cached;   // those in the cache
+    int segment;  // positions of a warp
 
     __device__ SelectionShare(int all_keys, int all_cached, int cluster, int warps, int rank)
         : per_cta(decode_share(all_keys, cluster)), begin(min(rank * per_cta, all_keys)),

@@ -21,39 +21,41 @@ class DecodeCandidates {
     static constexpr int kUnroll = 4;                 // candidates of a lane in flight
 
 public:
-    // `biases`: shared memory for those of the CTA; `lists`: and for candidate_capacity of each warp.
+    // `biases`: shared memory for the biases of the CTA. `lists`: for candidate_capacity keys of each warp.
     __device__ DecodeCandidates(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem,
                                 const SelectionShare& share, uint16_t* biases, uint16_t* lists)
         : p_(p), cache_(cache), smem_(smem), share_(share), biases_(biases + warp_id() * share.segment),
           list_(lists + warp_id() * p.candidate_capacity) {
         const int cached = cache.cached_keys();
         if (p.candidate_capacity == 0 || cached < kThreads) return;
-        // `expected` samples are at or above the threshold: more than rank_ of them one time in 50,000.
+        // `expected` samples are at or above the threshold. bound_rank_ or more are less than one time in 50,000, if
+        // samples are independent.
         const float expected =
             __fdividef(static_cast<float>(static_cast<int>(p.window_size)) * kThreads, static_cast<float>(cached));
-        rank_ = static_cast<int>(expected + 4 * fast_sqrt(expected) + 4);
+        bound_rank_ = static_cast<int>(expected + 4 * fast_sqrt(expected) + 4);
         far_samples_ = static_cast<int>(expected / 4);
-        if (rank_ * share.segment > p.candidate_capacity * (kThreads * 3 / 4)) rank_ = 0;
+        // A quarter of a list is left for segments with more candidates than the average.
+        if (bound_rank_ * share.segment > p.candidate_capacity * (kThreads * 3 / 4)) bound_rank_ = 0;
     }
 
-    // Whether there is memory for as many candidates as are to be expected.
-    __device__ bool is_enabled() const { return rank_ > 0; }
+    // Whether candidates are used: the lists have room for the expected number.
+    __device__ bool is_enabled() const { return bound_rank_ > 0; }
 
-    // Before all else.
+    // Initializes mbarriers. Call before load().
     __device__ static void init(DecodeSharedStorage& smem) {
         if (lane_id() != 0) return;
 #pragma unroll
         for (auto& ready : smem.biases_ready) mbarrier_init(smem_address(&ready[warp_id()]), 1);
     }
 
-    // Starts to read a sample of the sequence's biases, and this warp's.
+    // Starts to load the sample, and the biases of this warp's segment.
     __device__ void load() {
-        // Of each sector that is read, four biases.
-        constexpr int kSector = 4, kSectors = kThreads / kSector;
-        sample_ = __ldcg(bias_of(threadIdx.x / kSector * (cache_.cached_keys() / kSectors) + threadIdx.x % kSector));
+        // Runs of four neighbouring keys: fewer sectors are read than with single keys.
+        constexpr int kRun = 4, kRuns = kThreads / kRun;
+        sample_ = __ldcg(bias_of(threadIdx.x / kRun * (cache_.cached_keys() / kRuns) + threadIdx.x % kRun));
         const int before = warp_id() * share_.segment, grouped = share_.cached / kGroup * kGroup - before;
         vector_keys_ = max(min(grouped, share_.segment), 0);
-        copy(0, min(vector_keys_, kStep));
+        load_biases(0, min(vector_keys_, kStep));
         // The keys after the last group: the last ones of the cache, and a new one.
         if (grouped >= 0 && grouped < share_.segment) {
             last_keys_ = min(share_.keys - before - grouped, kGroup);
@@ -63,32 +65,29 @@ public:
         }
     }
 
-    // Selects: this warp's list begins with the offsets of its `selected` keys, in their order. Returns false in all CTAs
-    // if the bound is too high or too low. All threads of the cluster call.
+    // Selects: this warp's list begins with the offsets of its `selected` keys, in their order. Returns false in all
+    // CTAs if the bound is too high or too low. All threads of the cluster call.
     __device__ bool select(DigitExchange<kWarps>& exchange, int& selected) {
         int shift = 0, wanted = static_cast<int>(p_.window_size);
         uint32_t base = find_bound(shift);
-        if (base <= kMaskedOrder<kType>) {
-            for (int begin = 0; begin < min(vector_keys_, 2 * kStep); begin += kStep) mbarrier_wait(ready(begin), 0);
-            __syncthreads();  // the memory of the biases is free
-            return false;
-        }
+        if (base <= kMaskedOrder<kType>) return fall_back();
         const bool fits = find_candidates(base);
         if (!fits) count_ = 0;
         ChosenDigit chosen;
         for (bool is_first = true;; is_first = false) {
-            const DigitHistogram histogram = exchange.begin();
-            // In the first round the last bin has all larger orders, too, and tells of lists that are too long.
+            const DigitHistogram histogram = exchange.begin_round();
+            // In the first round the last bin also counts all larger orders. A warp whose list is full adds `wanted` to
+            // it, so that all CTAs choose it and fall back.
             const uint32_t last = is_first ? kBins - 1 : kBins;
             if (is_first && !fits && lane_id() == 0) histogram.add_many(kBins - 1, wanted);
-            for_each_step([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+            for_each_candidates([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
 #pragma unroll
                 for (int i = 0; i < kUnroll; ++i)
                     histogram.add(offsets[i] < 0 ? kBins : min((orders[i] - base) >> shift, last));
             });
-            exchange.exchange();
-            chosen = exchange.choose(wanted);
-            if (is_first && (chosen.digit < 0 || chosen.digit == kBins - 1)) return false;
+            exchange.all_reduce();
+            chosen = exchange.choose_digit(wanted);
+            if (is_first && (chosen.digit < 0 || chosen.digit == kBins - 1)) return fall_back();
             base += chosen.digit << shift;
             wanted -= chosen.above;
             if (shift == 0) break;
@@ -100,9 +99,17 @@ public:
     }
 
 private:
+    // Waits until the biases of all warps are in shared memory, where the selection among all keys reads them. Returns
+    // false.
+    __device__ bool fall_back() const {
+        for (int begin = 0; begin < min(vector_keys_, 2 * kStep); begin += kStep) mbarrier_wait(ready(begin), 0);
+        __syncthreads();
+        return false;
+    }
+
     __device__ uint32_t ready(int begin) const { return smem_address(&smem_.biases_ready[begin > 0][warp_id()]); }
-    // Starts to copy the biases [begin, end) of the warp's segment, a part of each page.
-    __device__ void copy(int begin, int end) const {
+    // Starts bulk copies of the biases [begin, end) of the warp's segment, one for each page.
+    __device__ void load_biases(int begin, int end) const {
         if (begin >= end) return;
         if (lane_id() == 0) mbarrier_arrive_and_expect_tx(ready(begin), (end - begin) * 2);
         __syncwarp();
@@ -120,14 +127,14 @@ private:
         return cache_.template cached_row_of<uint16_t>(p_.bias_cache, cached_key);
     }
 
-    // The order that rank_ samples reach, in its high 12 bits; 0 where so many reach it that the lists would be too long.
-    // `shift`: of a digit such that nearly all samples are less than kBins digits above the bound. Each warp tests other
-    // numbers.
+    // The order that rank_ samples reach, in its high 12 bits; 0 where so many reach it that the lists would be too
+    // long. `shift`: of a digit such that nearly all samples are less than kBins digits above the bound. Each warp
+    // tests other numbers.
     __device__ uint32_t find_bound(int& shift) const {
         constexpr int kBits = 4, kLowBits = 4, kTests = (1 << kBits) / kWarps, kWords = kThreads / 64;
         static_assert(kTests == 1 || kTests == 2);
         smem_.samples[threadIdx.x] = order_of<kType>(sample_);
-        copy(kStep, vector_keys_);  // not before: the sample would wait for them
+        load_biases(kStep, vector_keys_);  // not before: the sample would wait for them
         __syncthreads();
         uint32_t words[kWords];
 #pragma unroll
@@ -138,7 +145,7 @@ private:
         uint32_t bound = 0;
 #pragma unroll 1
         for (int bit = 16 - kBits, buffer = 0; bit >= kLowBits; bit -= kBits, buffer ^= 1) {
-            // The first number is that which was reached before.
+            // Value 0 needs no test: it is the bound so far, and its count is not used.
             uint32_t counts = 0;
 #pragma unroll
             for (int i = 0; i < kTests; ++i) {
@@ -150,7 +157,7 @@ private:
                 smem_.sample_counts[buffer][warp_id() * kTests + lane_id()] = counts >> 16 * lane_id() & 0xffff;
             __syncthreads();
             const int test = lane_id() % (1 << kBits);
-            const bool is_reached = lane_id() == test && test > 0 && smem_.sample_counts[buffer][test] >= rank_;
+            const bool is_reached = lane_id() == test && test > 0 && smem_.sample_counts[buffer][test] >= bound_rank_;
             bound |= __popc(__ballot_sync(~0u, is_reached)) << bit;
         }
         const uint32_t far = samples_above(words, min(bound + kBins - 2, 0xffffu)),
@@ -160,7 +167,7 @@ private:
         if (static_cast<int>(counts >> 16) * share_.segment > p_.candidate_capacity * kThreads) return 0;
         return bound;
     }
-    // Of this lane's samples.
+    // This lane's samples above `limit`.
     template <int kWords>
     __device__ static uint32_t samples_above(const uint32_t (&words)[kWords], uint32_t limit) {
         const uint32_t limits = limit * 0x10001;
@@ -172,7 +179,7 @@ private:
 
     // Lists the keys of at least the order `bound`. Returns false if there are too many of them.
     __device__ bool find_candidates(uint32_t bound) {
-        const uint32_t least = (bound & 0x8000 ? bound & 0x7fff : ~bound & 0xffff) * 0x10001;
+        const uint32_t least = bias_of_order<kType>(bound) * 0x10001;  // in both halves
         uint32_t nans = 0;
         count_ = 0;
 #pragma unroll 1
@@ -186,38 +193,38 @@ private:
                            all = __shfl_sync(~0u, upto, 31), before = upto - own;
             const int middle = count_ + static_cast<int>(all & 0xffff), end = middle + static_cast<int>(all >> 16);
             if (end > p_.candidate_capacity) return false;
-            list(found[0], first, count_ + static_cast<int>(before & 0xffff));
-            list(found[1], second, middle + static_cast<int>(before >> 16));
+            list_keys(found[0], first, count_ + static_cast<int>(before & 0xffff));
+            list_keys(found[1], second, middle + static_cast<int>(before >> 16));
             count_ = end;
         }
         found_nan_ |= Group<kType>::has_nan(nans);
         return add_last_keys(bound);
     }
 
-    // Returns the bits of those of a lane's neighbouring keys that are at least `least`.
+    // Bit i: the bias of key first + i is at least those in `least`. `nans`: see Group::to_orders.
     __device__ __forceinline__ uint32_t compare(int first, uint32_t least, uint32_t& nans) const {
         constexpr int kGroups = kLaneKeys / kGroup;
         const int rotation = lane_id() / 2 % kGroups;  // of the groups, against bank conflicts
         uint32_t bits[kGroups / 2] = {};  // of two groups: even keys in the low half, odd keys in the high one
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
-            constexpr uint32_t kNone = (FloatBits<kType>::kMinusZero | FloatBits<kType>::kInfinity) * 0x10001u;
+            constexpr uint32_t kMinusInfinity = (FloatBits<kType>::kMinusZero | FloatBits<kType>::kInfinity) * 0x10001u;
             const int at = first + (g + rotation) % kGroups * kGroup;
-            uint4 x = {kNone, kNone, kNone, kNone};
+            uint4 x = {kMinusInfinity, kMinusInfinity, kMinusInfinity, kMinusInfinity};
             if (at < vector_keys_) x = *reinterpret_cast<const uint4*>(biases_ + at);
             const uint32_t words[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
             for (int i = 0; i < kGroup / 2; ++i) {
                 Group<kType>::propagate_nan(words[i], nans);
-                bits[g / 2] |= at_least(words[i], least) & 0x20001 << (g % 2 * kGroup + 2 * i);
+                bits[g / 2] |= halves_at_least(words[i], least) & 0x20001 << (g % 2 * kGroup + 2 * i);
             }
         }
         const uint32_t rotated = ((bits[0] | bits[0] >> 16) & 0xffff) | (bits[1] & 0xffff0000) | bits[1] << 16;
         return __funnelshift_l(rotated, rotated, rotation * kGroup);
     }
 
-    // Lists a lane's keys from `to` on, from both ends at a time.
-    __device__ __forceinline__ void list(uint32_t found, int first, int to) const {
+    // Lists a lane's keys from index `to` on. Writes from both ends: half as many iterations.
+    __device__ __forceinline__ void list_keys(uint32_t found, int first, int to) const {
         for (int end = to + __popc(found); found != 0; ++to) {
             const int low = __ffs(found) - 1, high = 31 - __clz(found);
             list_[to] = static_cast<uint16_t>(first + low);
@@ -243,10 +250,10 @@ private:
         return true;
     }
 
-    // Calls visit(offsets, orders) for kUnroll times 32 candidates of the warp: of number i * 32 + lane. The offset is
-    // -1 and the order 0 where there is none.
+    // Calls visit(offsets, orders) with kUnroll candidates per lane, candidate first + 32 i at index i. Without a
+    // candidate the offset is -1 and the order 0.
     template <typename Visit>
-    __device__ __forceinline__ void for_each_step(const Visit& visit) const {
+    __device__ __forceinline__ void for_each_candidates(const Visit& visit) const {
 #pragma unroll 1
         for (int first = lane_id(); first - lane_id() < count_; first += kUnroll * 32) {
             int offsets[kUnroll];
@@ -259,23 +266,20 @@ private:
         }
     }
 
-    // Lists the selected candidates, in their order: those above `threshold`, and those equal to it that are not skipped.
-    // Returns their number.
+    // Lists the selected candidates, in their order: those above `threshold`, and those equal to it that are not
+    // skipped. Returns their number.
     __device__ int compact(uint32_t threshold, const typename DigitExchange<kWarps>::EqualKeys& of_cta) {
         int skipped = of_cta.skipped;  // of the warp's candidates that are equal to the threshold
         if (skipped > 0 && skipped < of_cta.all) {
             int equal = 0;
-            for_each_step([&](const int (&)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+            for_each_candidates([&](const int (&)[kUnroll], const uint32_t (&orders)[kUnroll]) {
 #pragma unroll
                 for (const uint32_t order : orders) equal += order == threshold;
             });
-            equal = __reduce_add_sync(~0u, equal);
-            if (lane_id() == 0) smem_.equal_counts[warp_id()] = equal;
-            __syncthreads();
-            skipped -= __reduce_add_sync(~0u, lane_id() < warp_id() ? smem_.equal_counts[lane_id() % kWarps] : 0);
+            skipped -= equal_before_warp<kWarps>(smem_, __reduce_add_sync(~0u, equal));
         }
         int selected = 0, equal = 0;
-        for_each_step([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
+        for_each_candidates([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
 #pragma unroll
             for (int i = 0; i < kUnroll; ++i) {
                 const uint32_t equals = __ballot_sync(~0u, orders[i] == threshold);
@@ -290,7 +294,7 @@ private:
     }
 
     // All bits of those halves of `word` that are at least the halves of `least`.
-    __device__ __forceinline__ static uint32_t at_least(uint32_t word, uint32_t least) {
+    __device__ __forceinline__ static uint32_t halves_at_least(uint32_t word, uint32_t least) {
         uint32_t mask;
         if constexpr (kType == DataType::kFloat16) {
             asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(word), "r"(least));
@@ -306,8 +310,8 @@ private:
     const SelectionShare share_;
     uint16_t* const biases_;  // of this warp's keys
     uint16_t* const list_;
-    int rank_ = 0;         // of the sample that is the bound
-    int far_samples_;      // above the digits of the first round there may be so many samples
+    int bound_rank_ = 0;   // the bound is the sample of this rank; 0: candidates are not used
+    int far_samples_;      // if more samples are above the bins of the first round, it counts a higher digit
     uint16_t sample_;      // a bias
     int vector_keys_ = 0;  // of the warp's cached keys, those in whole groups of eight
     int last_keys_ = 0;    // the keys after them, which a lane each has

@@ -1,5 +1,5 @@
-// The digits of a radix select among the CTAs of a cluster: in each round every CTA counts a digit of its keys, and its
-// histogram is sent to all CTAs.
+// The digits of a radix select among the CTAs of a cluster: in each round every CTA counts a digit of its keys, and the
+// histograms of all CTAs are summed.
 #pragma once
 
 #include "cuda/arch/cluster.cuh"
@@ -18,41 +18,43 @@ public:
         : smem_(smem), histograms_(histograms), received_(histograms + 2 * DigitHistogram::kWords), cluster_(cluster),
           rank_(rank) {}
 
-    // Before all else. Its fence waits for what was loaded before.
+    // Initializes mbarriers and clears both histograms. Call before any load: the fence of mbarrier_init waits for
+    // earlier loads.
     __device__ static void init(DecodeSharedStorage& smem, uint32_t* histograms) {
         if (lane_id() == 0 && warp_id() < 2) mbarrier_init(smem_address(&smem.histogram_ready[warp_id()]), 1);
         DigitHistogram(histograms).clear(kThreads, 2);
     }
 
-    // The other CTAs may send their histograms.
-    __device__ void start() const {
+    // Signals that this CTA's mbarriers are initialized. The first all_reduce waits for this signal from all CTAs.
+    __device__ void signal_ready() const {
         if (cluster_ > 1) cluster_arrive_relaxed();
     }
 
-    // Begins a round.
-    __device__ __forceinline__ DigitHistogram begin() {
+    // Begins a round. Returns the cleared histogram of this CTA.
+    __device__ __forceinline__ DigitHistogram begin_round() {
         ++round_;
+        DigitHistogram histogram(own_counts());
         if (round_ >= 2) {
-            own().clear(kThreads);
+            histogram.clear(kThreads);
             __syncthreads();
         }
-        return own();
+        return histogram;
     }
 
-    // Ends it when this CTA has counted: sends its histogram to all CTAs, and waits for theirs.
-    __device__ __forceinline__ void exchange() const {
+    // Ends the round: sends this CTA's histogram to all CTAs, waits for theirs and sums them.
+    __device__ __forceinline__ void all_reduce() const {
         __syncthreads();
         if (cluster_ == 1) return;
-        if (round_ == 0) cluster_wait();  // for start()
-        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready(round_), cluster_ * kBins * 4);
+        if (round_ == 0) cluster_wait();  // for signal_ready()
+        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready(), cluster_ * kBins * 4);
         constexpr int kVectors = kBins / 4;  // each is sent by several threads, each to several CTAs
         const int vector = threadIdx.x % kVectors;
         const uint4 own = reinterpret_cast<const uint4*>(own_counts())[vector];
         const uint32_t to = smem_address(received(rank_)) + vector * 16;
 #pragma unroll 1
         for (int cta = threadIdx.x / kVectors; cta < cluster_; cta += kThreads / kVectors)
-            store_dsmem_async(map_to_cta(to, cta), own, map_to_cta(ready(round_), cta));
-        mbarrier_wait(ready(round_), round_ / 2 % 2);
+            store_dsmem_async(map_to_cta(to, cta), own, map_to_cta(ready(), cta));
+        mbarrier_wait(ready(), round_ / 2 % 2);
         static_assert(kThreads >= kBins);
         const int bin = threadIdx.x;
         if (bin < kBins) {
@@ -64,33 +66,12 @@ public:
         __syncthreads();
     }
 
-    // The largest digit such that at least `wanted` keys have it or a larger one, and how many have a larger one. If
-    // fewer keys were counted, the digit is -1. All warps call.
-    __device__ __forceinline__ ChosenDigit choose(int wanted) const {
-        constexpr int kBinsOfLane = kBins / 32;
-        const uint32_t* totals = cluster_ == 1 ? own_counts() : smem_.histogram;
-        const int first = (31 - lane_id()) * kBinsOfLane;  // lane 0 has the highest
-        int bins[kBinsOfLane], of_lane = 0;
-#pragma unroll
-        for (int i = 0; i < kBinsOfLane; i += 4)
-            *reinterpret_cast<int4*>(bins + i) = *reinterpret_cast<const int4*>(totals + first + i);
-#pragma unroll
-        for (int i = 0; i < kBinsOfLane; ++i) of_lane += bins[i];
-        const int upto = warp_inclusive_sum(of_lane);
-        int above = upto - of_lane, bin = first;
-#pragma unroll
-        for (int i = kBinsOfLane - 1; i > 0; --i) {
-            if (bin == first && above + bins[i] >= wanted) bin = first + i;
-            if (bin == first) above += bins[i];
-        }
-        const uint32_t lanes = __ballot_sync(~0u, upto >= wanted);
-        const int lane = __ffs(lanes) - 1;
-        const ChosenDigit chosen{__shfl_sync(~0u, bin, lane), __shfl_sync(~0u, above, lane)};
-        return lanes == 0 ? ChosenDigit{-1, 0} : chosen;
+    __device__ __forceinline__ ChosenDigit choose_digit(int wanted) const {
+        return choose_largest_digit(cluster_ == 1 ? own_counts() : smem_.histogram, wanted);
     }
 
-    // Of the cluster's keys in a bin, the last `wanted` are selected. Returns how many this CTA has, and how many of
-    // these, the first ones, are not selected.
+    // The keys of this CTA in a bin, and how many of them are skipped: the last `wanted` keys of the cluster in this
+    // bin are selected, so each CTA skips its first ones.
     struct EqualKeys {
         int all, skipped;
     };
@@ -103,11 +84,12 @@ public:
     }
 
 private:
-    // Histograms of even and odd rounds alternate: no CTA is more than one round ahead of another, and no warp of another in its CTA.
-    __device__ uint32_t* own_counts() const { return histograms_ + (round_ & 1) * DigitHistogram::kWords; }
-    __device__ DigitHistogram own() const { return DigitHistogram(own_counts()); }
-    __device__ uint32_t* received(int cta) const { return received_ + kBins * (round_ % 2 * cluster_ + cta); }
-    __device__ uint32_t ready(int round) const { return smem_address(&smem_.histogram_ready[round % 2]); }
+    // Two buffers, for even and odd rounds: a CTA is at most one round ahead of the others, and so is a warp in its
+    // CTA.
+    __device__ int buffer() const { return round_ & 1; }
+    __device__ uint32_t* own_counts() const { return histograms_ + buffer() * DigitHistogram::kWords; }
+    __device__ uint32_t* received(int cta) const { return received_ + kBins * (buffer() * cluster_ + cta); }
+    __device__ uint32_t ready() const { return smem_address(&smem_.histogram_ready[buffer()]); }
 
     DecodeSharedStorage& smem_;
     uint32_t* const histograms_;  // of this CTA
@@ -115,5 +97,13 @@ private:
     const int cluster_, rank_;
     int round_ = -1;
 };
+
+// The sum of `equal` over the warps of the CTA before this one. All threads call; `equal` is uniform in a warp.
+template <int kWarps>
+__device__ __forceinline__ int equal_before_warp(DecodeSharedStorage& smem, int equal) {
+    if (lane_id() == 0) smem.equal_counts[warp_id()] = equal;
+    __syncthreads();
+    return __reduce_add_sync(~0u, lane_id() < warp_id() ? smem.equal_counts[lane_id() % kWarps] : 0);
+}
 
 }  // namespace flash_dmattn::cuda::sm90

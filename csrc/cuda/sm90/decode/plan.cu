@@ -59,7 +59,8 @@ int most_selected(const DecodeArgs& args) {
     }
 }
 
-// The shared memory of a cluster size; returns false where orders and list alone exceed the device's.
+// Divides the shared memory for a cluster size. If it does not fit, the tiles reuse the orders; if it still does not
+// fit, there are no candidates. Returns false if orders and list alone exceed the device's.
 bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.warps = warps;
     args.cluster = cluster;
@@ -97,9 +98,9 @@ int active_clusters(const DecodeArgs& args, int head_dim, const DecodeKernel& ke
     return known[key] = clusters;
 }
 
-// Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us, as
-// measured on an H200: 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each CTA
-// of an SM 16 ns for a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
+// Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us,
+// as measured on an H200: 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each
+// CTA of an SM 16 ns for a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
 bool choose_grid(DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
     constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;

@@ -42,10 +42,11 @@ public:
           share_(cache.keys, cache.cached_keys(), p.cluster, kWarps, rank),
           exchange_(smem, histograms, p.cluster, rank), candidates_(p, cache, smem, share_, orders, candidates) {}
 
-    // Before all else.
+    // Initializes mbarriers. Call before start(), and before any load.
     __device__ static void init(DecodeSharedStorage& smem, uint32_t* histograms) {
         DigitExchange<kWarps>::init(smem, histograms);
         if constexpr (kPlain) DecodeCandidates<kHalf, kWarps>::init(smem);
+        if (threadIdx.x == 0) mbarrier_init(smem_address(&smem.counts_ready), 1);
         __syncthreads();
     }
 
@@ -61,7 +62,7 @@ public:
     // Selects, and writes the keys of this CTA's splits to `list`. Returns the number of selected keys in all CTAs. All
     // threads of the cluster call.
     __device__ int run(int* list, const DecodeSplits& splits) {
-        exchange_.start();
+        exchange_.signal_ready();
         int selected = 0, stride = p_.candidate_capacity;
         bool has_selected = false;
         if constexpr (kPlain) has_selected = candidates_.is_enabled() && candidates_.select(exchange_, selected);
@@ -71,14 +72,12 @@ public:
             selected = compact();
             lists_ = orders_, stride = share_.segment;
         }
-        if (lane_id() < cluster_)
-            store_dsmem(map_to_cta(smem_address(&smem_.segment_counts[rank_ * kWarps + warp_id()]), lane_id()),
-                        selected);
+        send_count(selected);
         cluster_barrier();
         return read_list(list, splits, stride);
     }
 
-    // Waits until the list is complete, and until the tiles may be written to their memory.
+    // Waits until the list is complete, and until other CTAs have read what the tiles of K and V overwrite.
     __device__ void finish(const DecodeSmemLayout& layout) const {
         const bool reuses_lists =
             p_.overlays && (!kPlain || lists_ == orders_ || layout.tiles + layout.tile_bytes > layout.candidates);
@@ -87,12 +86,25 @@ public:
 
 private:
     __device__ void cluster_barrier() const {
-        if (cluster_ > 1) return cluster_sync();
+        if (cluster_ > 1) return cluster_sync_shared();
         __syncthreads();
     }
 
+    // Sends the number of this warp's selected keys to all CTAs.
+    __device__ void send_count(uint32_t selected) const {
+        uint32_t* const count = &smem_.segment_counts[rank_ * kWarps + warp_id()];
+        if (cluster_ == 1) {
+            *count = selected;
+            return;
+        }
+        const uint32_t ready = smem_address(&smem_.counts_ready);
+        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready, cluster_ * kWarps * 4);
+        if (lane_id() < cluster_)
+            store_dsmem_async(map_to_cta(smem_address(count), lane_id()), selected, map_to_cta(ready, lane_id()));
+    }
+
     // The order of the largest bias that masks its key.
-    __device__ uint32_t masked() const {
+    __device__ uint32_t masked_order() const {
         return is_float() ? kMaskedOrder<DataType::kFloat32> : uint32_t{kMaskedOrder<kHalf>} << 16;
     }
     __device__ bool is_float() const { return !kPlain && p_.bias_cache.dtype == DataType::kFloat32; }
@@ -121,9 +133,9 @@ private:
         const int cached = share_.cached;
         const int done = reads_vectors() ? cached / kDecodeGroup * kDecodeGroup : cached;
         const bool is_paged = p_.block_table != nullptr;
-        bool are_here = false;
-        if constexpr (kPlain) are_here = candidates_.is_enabled();  // the biases, in the memory of their orders
-        if (are_here) {
+        bool is_loaded = false;
+        if constexpr (kPlain) is_loaded = candidates_.is_enabled();  // TMA has copied the biases to orders_
+        if (is_loaded) {
             convert_orders(done, histogram);
         } else if (reads_vectors()) {
             is_paged ? load_vectors<kType, true>(done, histogram) : load_vectors<kType, false>(done, histogram);
@@ -242,7 +254,7 @@ private:
         }
     }
 
-    // The first `keys` of this CTA's keys, whose biases are in the memory of their orders.
+    // The first `keys` of this CTA's keys, whose biases are in orders_.
     __device__ void convert_orders(int keys, const DigitHistogram& histogram) {
         uint32_t nans = 0;
 #pragma unroll 1
@@ -318,32 +330,32 @@ private:
 
     // Finds the threshold among all keys.
     __device__ void select_among_all() {
-        const DigitHistogram histogram = exchange_.begin();
+        const DigitHistogram histogram = exchange_.begin_round();
         is_float() ? load<DataType::kFloat32>(histogram) : load<kHalf>(histogram);
         int wanted = static_cast<int>(p_.window_size), shift = kHighestDigit * kDigit;
         threshold_ = 0;
         ChosenDigit chosen;
 #pragma unroll 1
         while (true) {
-            exchange_.exchange();
-            chosen = exchange_.choose(wanted);
+            exchange_.all_reduce();
+            chosen = exchange_.choose_digit(wanted);
             threshold_ |= static_cast<uint32_t>(chosen.digit) << shift;
             wanted -= chosen.above;
-            if (shift == 0 || (shift == 16 && (!is_float() || (threshold_ | 0xffff) <= masked()))) break;
+            if (shift == 0 || (shift == 16 && (!is_float() || (threshold_ | 0xffff) <= masked_order()))) break;
             shift -= kDigit;
-            count(exchange_.begin(), shift);
+            count(exchange_.begin_round(), shift);
         }
         // Masked keys have the lowest orders, and are not selected.
-        if (threshold_ <= masked()) {
-            threshold_ = masked();
+        if (threshold_ <= masked_order()) {
+            threshold_ = masked_order();
             equal_ = {share_.per_cta, share_.per_cta};
         } else {
             equal_ = exchange_.equal_keys(chosen.digit, wanted);
         }
     }
 
-    // Returns the bits of `matches`, whose high halves equal threshold_'s, of orders above threshold_ (is_above) or equal
-    // to it.
+    // Returns the bits of `matches`, whose high halves equal threshold_'s, of orders above threshold_ (is_above) or
+    // equal to it.
     __device__ uint32_t refine(int at, uint32_t matches, bool is_above) const {
         if (!is_float()) return is_above ? 0 : matches;
         uint32_t refined = 0;
@@ -355,40 +367,33 @@ private:
         return refined;
     }
 
-    // The numbers of keys equal to threshold_ in this CTA's segments before the warp's, and in the warp's own.
-    struct EqualKeys {
-        int before = 0, own = 0;
-    };
-    __device__ EqualKeys count_equal() {
-        EqualKeys equal;
+    // The keys of the warp that are equal to threshold_.
+    __device__ int count_equal() const {
+        int equal = 0;
         for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
-            equal.own += __popc(refine(at, equal_to(words, threshold_ >> 16), false));
+            equal += __popc(refine(at, equal_to(words, threshold_ >> 16), false));
         });
-        equal.own = __reduce_add_sync(~0u, equal.own);
-        if (lane_id() == 0) smem_.equal_counts[warp_id()] = equal.own;
-        __syncthreads();
-        for (int warp = 0; warp < warp_id(); ++warp) equal.before += smem_.equal_counts[warp];
-        return equal;
+        return __reduce_add_sync(~0u, equal);
     }
 
     // Replaces the orders of a segment by the offsets of its selected keys. Returns their number.
     __device__ int compact() {
         const uint32_t limit = threshold_ >> 16;
-        // Orders of at least `lowest` are selected; with `divides` those equal to it are tested further.
+        // Orders of at least `lowest` are selected. If tests_equal, those equal to it are tested one by one.
         uint32_t lowest = limit;
-        bool divides = is_float();
+        bool tests_equal = is_float();
         int skipped = equal_.skipped;
         if (skipped > 0 && skipped < equal_.all) {
-            const EqualKeys equal = count_equal();
-            skipped -= equal.before;
-            divides |= skipped > 0 && skipped < equal.own;
+            const int equal = count_equal();
+            skipped -= equal_before_warp<kWarps>(smem_, equal);
+            tests_equal |= skipped > 0 && skipped < equal;
         }
-        if (!divides && skipped > 0) ++lowest;
+        if (!tests_equal && skipped > 0) ++lowest;
         int selected_before = 0, equal_before = 0;
         uint16_t* list = orders_ + warp_id() * share_.segment;
         for_each_group([&](int at, const uint32_t (&words)[kScanGroup / 2]) {
             uint32_t selected = at_least(words, lowest);
-            if (divides) {
+            if (tests_equal) {
                 const uint32_t matches = equal_to(words, limit), equal = refine(at, matches, false);
                 selected = (selected & ~matches) | refine(at, matches, true);
                 const int upto = warp_inclusive_sum(__popc(equal));
@@ -414,6 +419,7 @@ private:
     // Fetches the keys of this CTA's splits from the lists of all segments, `stride` apart. Returns the number of
     // selected keys.
     __device__ int read_list(int* list, const DecodeSplits& splits, int stride) {
+        if (cluster_ > 1) mbarrier_wait(smem_address(&smem_.counts_ready), 0);
         // Lane c has the segment of this warp in CTA c.
         int of_cta = 0, before = 0, own = 0;
         if (lane_id() < cluster_) {
@@ -458,7 +464,7 @@ private:
     const KvCache& cache_;
     DecodeSharedStorage& smem_;
     uint16_t* const orders_;
-    uint16_t* lists_;  // of selected keys
+    uint16_t* lists_;  // of selected keys, one for each warp: in the memory of the candidates or of the orders
     const int cluster_, rank_;
     const SelectionShare share_;
     DigitExchange<kWarps> exchange_;

@@ -1,6 +1,6 @@
 // Shared memory of the decoding kernel, in this order: DecodeSharedStorage, Q, the list of selected keys, the biases or
-// their orders, the candidates of each warp, the tiles of K and V. The histograms of the selection are where the tiles
-// will be. If `overlays` is set, the tiles begin at the orders.
+// their orders, the candidates of each warp, the tiles of K and V. Without `overlays` the tiles reuse the memory of the
+// selection's histograms; with it they begin at the orders.
 #pragma once
 
 #include "args.h"
@@ -14,11 +14,13 @@ constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 struct alignas(128) DecodeSharedStorage {
     alignas(16) uint32_t histogram[kBins];   // of the current digit, summed over the CTAs
     alignas(8) uint64_t histogram_ready[2];  // of even and of odd rounds: the CTAs' histograms have arrived
-    alignas(8) uint64_t biases_ready[2][kDecodeMaxWarps];  // of each warp: its first ones, the others
-    alignas(16) uint16_t samples[kDecodeMaxWarps * 32];
-    int sample_counts[2][16];
-    int equal_counts[kDecodeMaxWarps];
-    alignas(16) uint32_t segment_counts[kDecodeSegments];  // selected keys of each warp of each CTA, written by theirs
+    alignas(8) uint64_t
+        biases_ready[2][kDecodeMaxWarps];  // of each warp: its first DecodeCandidates::kStep biases, the others
+    alignas(8) uint64_t counts_ready;      // segment_counts has arrived
+    alignas(16) uint16_t samples[kDecodeMaxWarps * 32];    // orders, one for each thread
+    int sample_counts[2][16];                              // [buffer][value]: samples that reach it
+    int equal_counts[kDecodeMaxWarps];                     // of each warp: keys equal to the threshold
+    alignas(16) uint32_t segment_counts[kDecodeSegments];  // selected keys of each warp of each CTA
     float warp_max[kDecodeMaxWarps][kDecodeTileRows], warp_sum[kDecodeMaxWarps][kDecodeTileRows];
     // The results of each split, at the index of its first warps; the other CTAs read them.
     float row_max[kDecodeMaxWarps][kDecodeTileRows], row_sum[kDecodeMaxWarps][kDecodeTileRows];

@@ -158,6 +158,28 @@ def test_long_segments(distribution, dtype):
     assert torch.equal(out, out[:1].expand_as(out))
 
 
+@each_dtype
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_sequences_that_write_to_one_page(bias, dtype):
+    """All pages of all sequences are one, as in padded batches: new tokens are written where others read. Each key is
+    the one token or the other."""
+    batch, pages, page_size = 66, 4096, 16
+    query, key, value = (torch.randn(batch, 1, h, 64, device="cuda").to(dtype) for h in (8, 2, 2))
+    k_cache, v_cache = torch.zeros(2, 8, page_size, 2, 64, device="cuda", dtype=dtype)
+    bias_cache = torch.zeros(8, 2, page_size, device="cuda", dtype=dtype).transpose(1, 2)
+    arguments = {
+        "key": key,
+        "value": value,
+        "bias_cache": bias_cache,
+        "bias": bias * torch.randn(batch, 1, 2, device="cuda").to(dtype),
+        "block_table": torch.zeros(batch, pages, device="cuda", dtype=torch.int32),
+        "cache_seqlens": pages * page_size - 1 - torch.arange(batch, device="cuda", dtype=torch.int32),
+    }
+    for _ in range(5):
+        out = flash_dmattn_with_kvcache(query, k_cache, v_cache, **arguments, window_size=WINDOW)
+        assert out.abs().max() <= max(value.abs().max(), v_cache.abs().max()) * 1.01
+
+
 @each_bias_dtype
 def test_biases_with_neighbouring_keys(bias_dtype):
     """Memory in which a head's keys are neighbours is read 16 bytes at a time: the same bits."""

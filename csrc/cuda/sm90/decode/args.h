@@ -8,6 +8,10 @@ namespace flash_dmattn::cuda::sm90 {
 // A CTA has 8 warps (two CTAs per SM up to head dimension 128), or 16 up to head dimension 128.
 constexpr int kDecodeMinWarps = 8, kDecodeMaxWarps = 16;
 constexpr int kDecodeManyWarpsHeadDim = 128;
+// The CTAs that share an SM.
+__host__ __device__ constexpr int max_decode_ctas(int head_dim, int warps) {
+    return warps == kDecodeMinWarps && head_dim <= kDecodeManyWarpsHeadDim ? 2 : 1;
+}
 constexpr int kDecodeMaxRows = 64;           // query rows times query heads of a KV head: packed rows
 constexpr int kDecodeTileRows = 8;           // packed rows that a warp computes
 constexpr int kDecodeMaxCluster = 16;        // above 8 is not portable

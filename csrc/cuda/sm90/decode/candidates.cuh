@@ -70,14 +70,13 @@ public:
     __device__ bool select(DigitExchange<kWarps>& exchange, int& selected) {
         int shift = 0, wanted = static_cast<int>(p_.window_size);
         uint32_t base = find_bound(shift);
-        if (base <= kMaskedOrder<kType>) return fall_back();
-        const bool fits = find_candidates(base);
+        const bool fits = base > kMaskedOrder<kType> && find_candidates(base);
         if (!fits) count_ = 0;
         ChosenDigit chosen;
         for (bool is_first = true;; is_first = false) {
             const DigitHistogram histogram = exchange.begin_round();
-            // In the first round the last bin also counts all larger orders. A warp whose list is full adds `wanted` to
-            // it, so that all CTAs choose it and fall back.
+            // In the first round the last bin also counts all larger orders. A warp without a bound or with a full list
+            // adds `wanted` to it, so that all CTAs choose it and fall back.
             const uint32_t last = is_first ? kBins - 1 : kBins;
             if (is_first && !fits && lane_id() == 0) histogram.add_many(kBins - 1, wanted);
             for_each_candidates([&](const int (&offsets)[kUnroll], const uint32_t (&orders)[kUnroll]) {
@@ -85,9 +84,10 @@ public:
                 for (int i = 0; i < kUnroll; ++i)
                     histogram.add(offsets[i] < 0 ? kBins : min((orders[i] - base) >> shift, last));
             });
-            exchange.all_reduce();
+            // Another sequence may write its new token to a sampled slot: then the CTAs may have different bounds.
+            exchange.all_reduce(base << 4 | shift);
             chosen = exchange.choose_digit(wanted);
-            if (is_first && (chosen.digit < 0 || chosen.digit == kBins - 1)) return fall_back();
+            if (is_first && (chosen.digit < 0 || chosen.digit == kBins - 1 || !exchange.agree())) return fall_back();
             base += chosen.digit << shift;
             wanted -= chosen.above;
             if (shift == 0) break;

@@ -41,19 +41,18 @@ public:
         return histogram;
     }
 
-    // Ends the round: sends this CTA's histogram to all CTAs, waits for theirs and sums them.
-    __device__ __forceinline__ void all_reduce() const {
+    // Ends the round: sends this CTA's histogram and a tag to all CTAs, waits for theirs and sums the histograms.
+    __device__ __forceinline__ void all_reduce(uint32_t tag = 0) const {
+        if (threadIdx.x == 0) own_counts()[kTag] = tag;
         __syncthreads();
         if (cluster_ == 1) return;
         if (round_ == 0) cluster_wait();  // for signal_ready()
-        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready(), cluster_ * kBins * 4);
+        if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready(), cluster_ * (kBins + 4) * 4);
         constexpr int kVectors = kBins / 4;  // each is sent by several threads, each to several CTAs
         const int vector = threadIdx.x % kVectors;
-        const uint4 own = reinterpret_cast<const uint4*>(own_counts())[vector];
-        const uint32_t to = smem_address(received(rank_)) + vector * 16;
 #pragma unroll 1
-        for (int cta = threadIdx.x / kVectors; cta < cluster_; cta += kThreads / kVectors)
-            store_dsmem_async(map_to_cta(to, cta), own, map_to_cta(ready(), cta));
+        for (int cta = threadIdx.x / kVectors; cta < cluster_; cta += kThreads / kVectors) send(vector, cta);
+        if (static_cast<int>(threadIdx.x) < cluster_) send(kVectors, threadIdx.x);
         mbarrier_wait(ready(), round_ / 2 % 2);
         static_assert(kThreads >= kBins);
         const int bin = threadIdx.x;
@@ -70,6 +69,12 @@ public:
         return choose_largest_digit(cluster_ == 1 ? own_counts() : smem_.histogram, wanted);
     }
 
+    // Whether all CTAs passed the same tag.
+    __device__ __forceinline__ bool agree() const {
+        const bool is_other = cluster_ > 1 && lane_id() < cluster_;
+        return __all_sync(~0u, !is_other || received(lane_id())[kTag] == own_counts()[kTag]);
+    }
+
     // The keys of this CTA in a bin, and how many of them are skipped: the last `wanted` keys of the cluster in this
     // bin are selected, so each CTA skips its first ones.
     struct EqualKeys {
@@ -84,11 +89,22 @@ public:
     }
 
 private:
+    static constexpr int kTag = kBins + 1;  // the histogram's word of the tag, behind the bin of keys without a digit
+    static_assert(kTag < DigitHistogram::kWords && kBins + 4 == DigitHistogram::kWords);
+
+    // Sends four words of this CTA's histogram.
+    __device__ __forceinline__ void send(int vector, int cta) const {
+        const uint4 own = reinterpret_cast<const uint4*>(own_counts())[vector];
+        store_dsmem_async(map_to_cta(smem_address(received(rank_)) + vector * 16, cta), own, map_to_cta(ready(), cta));
+    }
+
     // Two buffers, for even and odd rounds: a CTA is at most one round ahead of the others, and so is a warp in its
     // CTA.
     __device__ int buffer() const { return round_ & 1; }
     __device__ uint32_t* own_counts() const { return histograms_ + buffer() * DigitHistogram::kWords; }
-    __device__ uint32_t* received(int cta) const { return received_ + kBins * (buffer() * cluster_ + cta); }
+    __device__ uint32_t* received(int cta) const {
+        return received_ + DigitHistogram::kWords * (buffer() * cluster_ + cta);
+    }
     __device__ uint32_t ready() const { return smem_address(&smem_.histogram_ready[buffer()]); }
 
     DecodeSharedStorage& smem_;

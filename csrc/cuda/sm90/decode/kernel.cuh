@@ -60,7 +60,7 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
 }
 
 template <typename T, int kHeadDim, int kWarps, bool kPlain>
-__global__ void __launch_bounds__(kWarps * 32, kWarps == kDecodeMinWarps && kHeadDim <= kDecodeManyWarpsHeadDim ? 2 : 1)
+__global__ void __launch_bounds__(kWarps * 32, max_decode_ctas(kHeadDim, kWarps))
     decode_kernel(const __grid_constant__ DecodeArgs p) {
     extern __shared__ __align__(128) unsigned char raw_smem[];
     auto& smem = *reinterpret_cast<DecodeSharedStorage*>(raw_smem);

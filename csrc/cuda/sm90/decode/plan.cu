@@ -59,25 +59,30 @@ int most_selected(const DecodeArgs& args) {
     }
 }
 
-// Divides the shared memory for a cluster size. If it does not fit, the tiles reuse the orders; if it still does not
-// fit, there are no candidates. Returns false if orders and list alone exceed the device's.
+// Divides the shared memory for a cluster size, if possible such that max_decode_ctas CTAs share an SM. If it does not
+// fit, the tiles reuse the orders; if it still does not fit, there are no candidates. Returns false if orders and list
+// alone exceed the device's.
 bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     args.warps = warps;
     args.cluster = cluster;
     if (args.window_size == 0 || args.window_size >= args.seqlen_k) return true;
     const auto keys = static_cast<int>(args.seqlen_k);
     args.order_capacity = decode_segment(decode_share(keys, cluster), warps) * warps;
-    args.candidate_capacity = args.is_plain ? std::min(args.order_capacity / warps / 2, kDecodeMaxCandidates) : 0;
     args.list_capacity = most_selected(args);
     const int64_t least = int64_t{args.order_capacity} * 2 + int64_t{args.list_capacity} * 4;
     if (least > current_device().shared_memory) return false;
-    const auto fits = [&] {
-        return DecodeSmemLayout(args, head_dim).total <=
-               current_device().shared_memory / (warps == kDecodeMinWarps ? 2 : 1);
-    };
-    args.overlays = false;
-    args.overlays = !fits();
-    if (!fits()) args.candidate_capacity = 0;
+    const int candidates = args.is_plain ? std::min(args.order_capacity / warps / 2, kDecodeMaxCandidates) : 0;
+    constexpr int kReserved = 1024;  // of each CTA
+    for (int ctas = max_decode_ctas(head_dim, warps); ctas > 0; --ctas) {
+        const int limit = (current_device().shared_memory + kReserved) / ctas - kReserved;
+        const auto fits = [&] { return DecodeSmemLayout(args, head_dim).total <= limit; };
+        for (const int capacity : {candidates, 0}) {
+            args.candidate_capacity = capacity;
+            args.overlays = false;
+            args.overlays = !fits();
+            if (fits()) return true;
+        }
+    }
     return true;
 }
 

@@ -81,7 +81,7 @@ public:
     __device__ void finish(const DecodeSmemLayout& layout) const {
         const bool reuses_lists =
             p_.overlays && (!kPlain || lists_ == orders_ || layout.tiles + layout.tile_bytes > layout.candidates);
-        reuses_lists ? cluster_barrier() : __syncthreads();
+        reuses_lists ? cluster_barrier() : __syncthreads();  // what this CTA has read is in its list
     }
 
 private:
@@ -436,9 +436,11 @@ private:
                 }
             }
         }
-        const int upto = warp_inclusive_sum(of_cta), total = __shfl_sync(~0u, upto, 31), start = upto - of_cta + before;
+        const int upto = warp_inclusive_sum(of_cta), start = upto - of_cta + before;
+        // More if float32 biases changed while they were read again.
+        const int total = min(__shfl_sync(~0u, upto, 31), static_cast<int>(p_.window_size));
         const int share = splits.share(total) * splits.per_cta, first = rank_ * share;
-        const int begin = max(start, first), end = min(start + own, first + share);
+        const int begin = max(start, first), end = min(start + own, min(first + share, total));
         for (uint32_t left = __ballot_sync(~0u, begin < end); left != 0; left &= left - 1) {
             const int cta = __ffs(left) - 1, to = __shfl_sync(~0u, end, cta);
             const int segment = cta * share_.per_cta + warp_id() * share_.segment;

@@ -32,7 +32,7 @@ __host__ __device__ constexpr int decode_tile_bytes(int head_dim) { return 16 * 
 __host__ __device__ constexpr int decode_query_bytes(int head_dim) { return kDecodeTileRows * head_dim * 2; }
 // The histograms of DigitExchange: this CTA's, and one received from each CTA, for even and for odd rounds.
 __host__ __device__ constexpr int decode_histogram_bytes(int cluster) {
-    return 2 * (DigitHistogram::kWords + kBins * cluster) * 4;
+    return 2 * DigitHistogram::kWords * (1 + cluster) * 4;
 }
 
 // Offsets in bytes.

@@ -127,9 +127,9 @@ private:
         return cache_.template cached_row_of<uint16_t>(p_.bias_cache, cached_key);
     }
 
-    // The order that rank_ samples reach, in its high 12 bits; 0 where so many reach it that the lists would be too
-    // long. `shift`: of a digit such that nearly all samples are less than kBins digits above the bound. Each warp
-    // tests other numbers.
+    // Returns the order that bound_rank_ samples reach, with its low 4 bits cleared, or 0 if the lists would be too
+    // long. `shift`: of the first digit; 0 if nearly all samples are fewer than kBins - 1 orders above the bound, else
+    // kDigit.
     __device__ uint32_t find_bound(int& shift) const {
         constexpr int kBits = 4, kLowBits = 4, kTests = (1 << kBits) / kWarps, kWords = kThreads / 64;
         static_assert(kTests == 1 || kTests == 2);
@@ -142,6 +142,8 @@ private:
             const uint4 x = reinterpret_cast<const uint4*>(smem_.samples)[lane_id() * (kWords / 4) + i / 4];
             words[i] = x.x, words[i + 1] = x.y, words[i + 2] = x.z, words[i + 3] = x.w;
         }
+        // A round finds kBits bits: the warps test their 16 values, and the largest that bound_rank_ samples reach is
+        // kept.
         uint32_t bound = 0;
 #pragma unroll 1
         for (int bit = 16 - kBits, buffer = 0; bit >= kLowBits; bit -= kBits, buffer ^= 1) {
@@ -205,7 +207,7 @@ private:
     __device__ __forceinline__ uint32_t compare(int first, uint32_t least, uint32_t& nans) const {
         constexpr int kGroups = kLaneKeys / kGroup;
         const int rotation = lane_id() / 2 % kGroups;  // of the groups, against bank conflicts
-        uint32_t bits[kGroups / 2] = {};  // of two groups: even keys in the low half, odd keys in the high one
+        uint32_t bits[kGroups / 2] = {};  // for two groups: even keys in the low half, odd keys in the high one
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
             constexpr uint32_t kMinusInfinity = (FloatBits<kType>::kMinusZero | FloatBits<kType>::kInfinity) * 0x10001u;
@@ -233,6 +235,7 @@ private:
         }
     }
 
+    // The keys after the last group of eight. Returns false if there are too many candidates.
     __device__ bool add_last_keys(uint32_t bound) {
         const int at = vector_keys_ + lane_id();
         bool is_candidate = false;

@@ -48,11 +48,11 @@ public:
         if (cluster_ == 1) return;
         if (round_ == 0) cluster_wait();  // for signal_ready()
         if (threadIdx.x == 0) mbarrier_arrive_and_expect_tx(ready(), cluster_ * (kBins + 4) * 4);
-        constexpr int kVectors = kBins / 4;  // each is sent by several threads, each to several CTAs
+        constexpr int kVectors = kBins / 4;
         const int vector = threadIdx.x % kVectors;
 #pragma unroll 1
         for (int cta = threadIdx.x / kVectors; cta < cluster_; cta += kThreads / kVectors) send(vector, cta);
-        if (static_cast<int>(threadIdx.x) < cluster_) send(kVectors, threadIdx.x);
+        if (static_cast<int>(threadIdx.x) < cluster_) send(kVectors, threadIdx.x);  // the tag
         mbarrier_wait(ready(), round_ / 2 % 2);
         static_assert(kThreads >= kBins);
         const int bin = threadIdx.x;

@@ -72,7 +72,7 @@ bool lay_out(DecodeArgs& args, int head_dim, int warps, int cluster) {
     const int64_t least = int64_t{args.order_capacity} * 2 + int64_t{args.list_capacity} * 4;
     if (least > current_device().shared_memory) return false;
     const int candidates = args.is_plain ? std::min(args.order_capacity / warps / 2, kDecodeMaxCandidates) : 0;
-    constexpr int kReserved = 1024;  // of each CTA
+    constexpr int kReserved = 1024;  // bytes of shared memory that the system takes for each CTA
     for (int ctas = max_decode_ctas(head_dim, warps); ctas > 0; --ctas) {
         const int limit = (current_device().shared_memory + kReserved) / ctas - kReserved;
         const auto fits = [&] { return DecodeSmemLayout(args, head_dim).total <= limit; };

@@ -44,7 +44,10 @@ from flash_dmattn.integrations.versions import require_version  # noqa: E402
             r"position_bias must be .* \(1, H, 2R \+ 1\), .*, got shape \(1, 2, 8\)",
         ),
         ({"position_bias": torch.zeros(9, 9)}, r"position_bias must be .*, got shape \(9, 9\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 16])}, r"cu_seq_lens_q must be .* 18, the rows of query, got \[0, 16\]"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 16])},
+            r"cu_seq_lens_q must be .* 18, the rows .*, got cu_seq_lens_q\[-1\] = 16",
+        ),
         (
             {"cu_seq_lens_q": torch.tensor([0, 18]), "cu_seq_lens_k": torch.tensor([0, 9, 18])},
             r"cu_seq_lens_q and cu_seq_lens_k must both have B \+ 1 elements, got 2 and 3",

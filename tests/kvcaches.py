@@ -210,6 +210,21 @@ def reference(
     return out[0], lse[0]
 
 
+def count_positions(sequences):
+    """Changes queries and values (D = 64) so that out counts the visible keys by position % 64 where biases are nearly
+    equal: a wrong key shows, unless it has the same position % 64."""
+    for s in sequences:
+        s.query.zero_()
+        codes = torch.nn.functional.one_hot(torch.arange(len(s.values), device=s.values.device) % 64, 64)
+        s.values.copy_(codes[:, None].expand_as(s.values))
+
+
+def assert_same_counts(out, sequence, window_size):
+    """out (rows, H, D) of a sequence of count_positions, of which each row selects `window_size` keys."""
+    exact, _ = reference(sequence, window_size=window_size)
+    torch.testing.assert_close(out.double(), exact, rtol=8e-3, atol=0.3 / window_size)
+
+
 def check(sequences, *, call=None, options=None, **layout):
     """Calls attention over the cache of the sequences, and compares each with float64. Returns the results."""
     options = options or {}

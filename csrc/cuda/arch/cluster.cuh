@@ -18,16 +18,20 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-// A barrier of all threads of a cluster that orders shared memory alone: what a thread wrote before to that of its own
-// CTA is seen after it. The fence of cluster_sync also waits for global memory.
-__device__ __forceinline__ void cluster_sync_shared() {
+// A barrier of all threads of a cluster of `ctas` CTAs that orders shared memory alone: what a thread wrote before to
+// that of its own CTA is seen after it. The fence of cluster_sync also waits for global memory.
+__device__ __forceinline__ void cluster_sync_shared(int ctas) {
+    if (ctas > 1) {
 #if __CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8)
-    asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
-    cluster_arrive_relaxed();
+        asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+        cluster_arrive_relaxed();
 #else
-    cluster_arrive();
+        cluster_arrive();
 #endif
-    cluster_wait();
+        cluster_wait();
+    } else {
+        __syncthreads();
+    }
 }
 
 // Maps a shared-memory address of this CTA to the same address in CTA `rank` of the cluster.

@@ -12,11 +12,10 @@ constexpr int kDecodeManyWarpsHeadDim = 128;
 __host__ __device__ constexpr int max_decode_ctas(int head_dim, int warps) {
     return warps == kDecodeMinWarps && head_dim <= kDecodeManyWarpsHeadDim ? 2 : 1;
 }
-constexpr int kDecodeMaxRows = 64;           // query rows times query heads of a KV head: packed rows
-constexpr int kDecodeTileRows = 8;           // packed rows that a warp computes
-constexpr int kDecodeMaxCluster = 16;        // above 8 is not portable
-constexpr int kDecodeGroup = kVectorBiases;  // neighbouring keys of a thread that reads biases
-constexpr int kScanGroup = 16;               // and of a lane that scans their orders
+constexpr int kDecodeMaxRows = 64;     // query rows times query heads of a KV head: packed rows
+constexpr int kDecodeTileRows = 8;     // packed rows that a warp computes
+constexpr int kDecodeMaxCluster = 16;  // above 8 is not portable
+constexpr int kScanGroup = 16;         // neighbouring keys of a lane that scans orders
 constexpr int kDecodeSegmentAlign = 32 * kScanGroup;
 constexpr int kDecodeMaxCandidates = 1024;  // of a warp
 // batch_invariant: kInvariantMinWarps attend to a sequence of up to kInvariantKeys keys, twice as many to one of up to

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kWarps * 32, max_decode_ctas(kHeadDim, kWarps)
     }
     attention.run(list, keys, rank);
     if (rank == 0) cache.append<T>(0, cache.rows, threadIdx.x, blockDim.x);
-    cluster > 1 ? cluster_sync_shared() : __syncthreads();
+    cluster_sync_shared(cluster);
     combine(p, cache, attention, rank);
     if (cluster == 1) return;
     cluster_arrive_relaxed();

@@ -30,10 +30,10 @@ struct NoCandidates {
 // kHalf: the dtype of biases that are not float32. kPlain: DecodeArgs::is_plain.
 template <DataType kHalf, int kWarps, bool kPlain>
 class DecodeSelector {
-    static constexpr int kThreads = kWarps * 32, kStep = kThreads * kDecodeGroup;
+    static constexpr int kThreads = kWarps * 32, kStep = kThreads * kGroup;
     static constexpr int kHighestDigit = 3;  // of orders of 32 bits
     static constexpr int kInFlight = 4;      // remote loads of a lane
-    static_assert(kDecodeGroup == kGroup, "Group holds that many keys");
+    static_assert(kGroup == kVectorBiases);
 
 public:
     __device__ DecodeSelector(const DecodeArgs& p, const KvCache& cache, DecodeSharedStorage& smem, uint16_t* orders,
@@ -73,7 +73,7 @@ public:
             lists_ = orders_, stride = share_.segment;
         }
         send_count(selected);
-        cluster_barrier();
+        cluster_sync_shared(cluster_);
         return read_list(list, splits, stride);
     }
 
@@ -81,15 +81,10 @@ public:
     __device__ void finish(const DecodeSmemLayout& layout) const {
         const bool reuses_lists =
             p_.overlays && (!kPlain || lists_ == orders_ || layout.tiles + layout.tile_bytes > layout.candidates);
-        reuses_lists ? cluster_barrier() : __syncthreads();  // what this CTA has read is in its list
+        reuses_lists ? cluster_sync_shared(cluster_) : __syncthreads();  // what this CTA has read is in its list
     }
 
 private:
-    __device__ void cluster_barrier() const {
-        if (cluster_ > 1) return cluster_sync_shared();
-        __syncthreads();
-    }
-
     // Sends the number of this warp's selected keys to all CTAs.
     __device__ void send_count(uint32_t selected) const {
         uint32_t* const count = &smem_.segment_counts[rank_ * kWarps + warp_id()];
@@ -115,7 +110,7 @@ private:
     template <DataType kType>
     __device__ void prefetch_biases() const {
         using Bits = typename FloatBits<kType>::Bits;
-        const int keys = share_.cached / kDecodeGroup * kDecodeGroup;
+        const int keys = share_.cached / kGroup * kGroup;
         if (keys > 0)
             prefetch_l2(cache_.template cached_row_of<Bits>(p_.bias_cache, share_.begin), keys * sizeof(Bits));
     }
@@ -131,7 +126,7 @@ private:
     __device__ void load(const DigitHistogram& histogram) {
         using Bits = typename FloatBits<kType>::Bits;
         const int cached = share_.cached;
-        const int done = reads_vectors() ? cached / kDecodeGroup * kDecodeGroup : cached;
+        const int done = reads_vectors() ? cached / kGroup * kGroup : cached;
         const bool is_paged = p_.block_table != nullptr;
         bool is_loaded = false;
         if constexpr (kPlain) is_loaded = candidates_.is_enabled();  // TMA has copied the biases to orders_
@@ -166,21 +161,21 @@ private:
         uint32_t nans = 0;
 #pragma unroll 1
         for (int first = threadIdx.x; first < keys; first += kGroups * kStep) {
-            uint32_t biases[kGroups][kDecodeGroup / kPerWord] = {};
+            uint32_t biases[kGroups][kGroup / kPerWord] = {};
 #pragma unroll
-            for (int i = 0; i < kGroups * kDecodeGroup; ++i) {
+            for (int i = 0; i < kGroups * kGroup; ++i) {
                 const int at = min(first + i * kThreads, keys - 1);
                 const Bits* from = kPaged ? cache_.template cached_row_of<Bits>(p_.bias_cache, share_.begin + at)
                                           : begin + at * stride;
-                biases[i / kDecodeGroup][i % kDecodeGroup / kPerWord] |= uint32_t{__ldcg(from)} << i % kPerWord * 16;
+                biases[i / kGroup][i % kGroup / kPerWord] |= uint32_t{__ldcg(from)} << i % kPerWord * 16;
             }
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
-                uint32_t words[kDecodeGroup / 2];
+                uint32_t words[kGroup / 2];
                 to_high_orders<kType>(biases[g], words, nans);
 #pragma unroll
-                for (int i = 0; i < kDecodeGroup; ++i) {
-                    const int at = first + (g * kDecodeGroup + i) * kThreads;
+                for (int i = 0; i < kGroup; ++i) {
+                    const int at = first + (g * kGroup + i) * kThreads;
                     const uint32_t order = words[i / 2] >> i % 2 * 16;
                     if (at < keys) orders_[at] = static_cast<uint16_t>(order);
                     histogram.add(at < keys ? order >> 8 & (kBins - 1) : kBins);
@@ -192,11 +187,11 @@ private:
 
     // The high halves of the orders of eight biases, two in a word.
     template <DataType kType, int kWords>
-    __device__ static void to_high_orders(const uint32_t (&biases)[kWords], uint32_t (&words)[kDecodeGroup / 2],
+    __device__ static void to_high_orders(const uint32_t (&biases)[kWords], uint32_t (&words)[kGroup / 2],
                                           uint32_t& nans) {
         if constexpr (kType == DataType::kFloat32) {
 #pragma unroll
-            for (int i = 0; i < kDecodeGroup / 2; ++i) {
+            for (int i = 0; i < kGroup / 2; ++i) {
                 const uint32_t low = biases[2 * i], high = biases[2 * i + 1];
                 Group<kType>::propagate_nan(low, nans);
                 Group<kType>::propagate_nan(high, nans);
@@ -206,7 +201,7 @@ private:
             Group<kType> group{{biases[0], biases[1], biases[2], biases[3]}};
             group.to_orders(nans);
 #pragma unroll
-            for (int i = 0; i < kDecodeGroup / 2; ++i) words[i] = group.words[i];
+            for (int i = 0; i < kGroup / 2; ++i) words[i] = group.words[i];
         }
     }
 
@@ -215,7 +210,7 @@ private:
     __device__ void load_vectors(int keys, const DigitHistogram& histogram) {
         constexpr int kInFlight = 4;
         uint32_t nans = 0;
-        int at = threadIdx.x * kDecodeGroup;
+        int at = threadIdx.x * kGroup;
 #pragma unroll 1
         for (; at + (kInFlight - 1) * kStep < keys; at += kInFlight * kStep)
             load_groups<kType, kPaged, kInFlight>(at, nans, histogram);
@@ -227,7 +222,7 @@ private:
     template <DataType kType, bool kPaged, int kInFlight>
     __device__ __forceinline__ void load_groups(int at, uint32_t& nans, const DigitHistogram& histogram) {
         using Bits = typename FloatBits<kType>::Bits;
-        constexpr int kParts = kDecodeGroup * sizeof(Bits) / 16;
+        constexpr int kParts = kGroup * sizeof(Bits) / 16;
         const Bits* const begin = kPaged ? nullptr : cache_.template cached_row_of<Bits>(p_.bias_cache, share_.begin);
         const Bits* from[kInFlight];
         uint4 parts[kInFlight][kParts];
@@ -258,7 +253,7 @@ private:
     __device__ void convert_orders(int keys, const DigitHistogram& histogram) {
         uint32_t nans = 0;
 #pragma unroll 1
-        for (int at = threadIdx.x * kDecodeGroup; at < keys; at += kStep) {
+        for (int at = threadIdx.x * kGroup; at < keys; at += kStep) {
             const uint4 x = *reinterpret_cast<const uint4*>(orders_ + at);
             const uint32_t biases[] = {x.x, x.y, x.z, x.w};
             store_orders<kHalf>(biases, at, nans, histogram);
@@ -270,7 +265,7 @@ private:
     template <DataType kType, int kWords>
     __device__ __forceinline__ void store_orders(const uint32_t (&biases)[kWords], int at, uint32_t& nans,
                                                  const DigitHistogram& histogram) const {
-        uint32_t words[kDecodeGroup / 2];
+        uint32_t words[kGroup / 2];
         to_high_orders<kType>(biases, words, nans);
         *reinterpret_cast<uint4*>(orders_ + at) = {words[0], words[1], words[2], words[3]};
 #pragma unroll

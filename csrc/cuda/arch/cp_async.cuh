@@ -20,6 +20,16 @@ __device__ __forceinline__ void cp_async_16_if(uint32_t to, const void* from, bo
         : "memory");
 }
 
+// The same for data that is read once: other lines stay in L2 instead of its own.
+__device__ __forceinline__ void cp_async_16_if_evict_first(uint32_t to, const void* from, bool copied) {
+    constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // of createpolicy.fractional.L2::evict_first, all lines
+    asm volatile(
+        "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignored, %3;\n}" ::"r"(to),
+        "l"(from), "r"(static_cast<uint32_t>(copied)), "l"(kEvictFirst)
+        : "memory");
+}
+
 template <int kBytes>  // 4, 8 or 16
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");

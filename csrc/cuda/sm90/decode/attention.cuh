@@ -235,9 +235,9 @@ private:
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
-                cp_async_16_if(at + slab * Tile::kRows * Tile::kSlabCols * 2,
-                               from + slab * Tile::kSlabCols + chunk * Tile::kChunk,
-                               from != nullptr && slab * Tile::kSlabCols < left);
+                cp_async_16_if_evict_first(at + slab * Tile::kRows * Tile::kSlabCols * 2,
+                                           from + slab * Tile::kSlabCols + chunk * Tile::kChunk,
+                                           from != nullptr && slab * Tile::kSlabCols < left);
         }
         cp_async_commit();
     }

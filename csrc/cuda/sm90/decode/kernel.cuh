@@ -94,8 +94,9 @@ __global__ void __launch_bounds__(kWarps * 32, max_decode_ctas(kHeadDim, kWarps)
         selector.finish(layout);
     }
     attention.run(list, keys, rank);
-    if (rank == 0) cache.append<T>(0, cache.rows, threadIdx.x, blockDim.x);
     cluster_sync_shared(cluster);
+    // By the last warps, which combine least.
+    if (rank == 0) cache.append<T>(0, cache.rows, kWarps * 32 - 1 - static_cast<int>(threadIdx.x), kWarps * 32);
     combine(p, cache, attention, rank);
     if (cluster == 1) return;
     cluster_arrive_relaxed();

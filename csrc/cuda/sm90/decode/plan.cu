@@ -104,8 +104,9 @@ int active_clusters(const DecodeArgs& args, int head_dim, const DecodeKernel& ke
 }
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us,
-// as measured on an H200: 20 (dense: 8) for each wave of CTAs; 2 ns over the warps for a key that a CTA scans; for each
-// CTA of an SM 16 ns for a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
+// as measured on an H200: for each wave of CTAs 15, 3 more with 16 warps and 3 more with 16 CTAs in a cluster (dense: 8
+// in all cases); over the warps 2 ns for a key that a CTA scans, 0.5 ns with candidates; for each CTA of an SM 16 ns for
+// a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
 bool choose_grid(DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
     constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;
@@ -126,9 +127,10 @@ bool choose_grid(DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
             const DecodeSplits splits(args, args.seqlen_k, args.query_tiles);
             const auto attending = static_cast<double>(of_sm * splits.per_cta * splits.warps);
             const double share = of_sm * attends * std::max(1.0, 0.7 + 4.8 / attending),
-                         scan = selects ? keys * 0.002 / warps : 0;
+                         scan = selects ? keys * (args.candidate_capacity > 0 ? 0.0005 : 0.002) / warps : 0;
+            const double wave = !selects ? 8 : 15 + (warps > kDecodeMinWarps ? 3 : 0) + (cluster > 8 ? 3 : 0);
             const double time =
-                ceil_div(ctas, slots) * ((selects ? 20 : 8) + scan / cluster + share / std::min(cluster, splits.count));
+                ceil_div(ctas, slots) * (wave + scan / cluster + share / std::min(cluster, splits.count));
             if (best_warps == 0 || time < best_time) best_warps = warps, best_cluster = cluster, best_time = time;
         }
     if (best_warps > 0) lay_out(args, head_dim, best_warps, best_cluster);

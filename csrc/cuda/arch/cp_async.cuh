@@ -11,23 +11,25 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, int b
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// Copies 16 bytes, or writes 16 bytes of zeros where `copied` is false.
+// Copies 16 bytes, or writes 16 bytes of zeros where `copied` is false. kEvictFirst: the line in L2 is the first to be
+// evicted.
+template <bool kEvictFirst = false>
 __device__ __forceinline__ void cp_async_16_if(uint32_t to, const void* from, bool copied) {
-    asm volatile(
-        "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::
-            "r"(to),
-        "l"(from), "r"(static_cast<uint32_t>(copied))
-        : "memory");
-}
-
-// The same for data that is read once: other lines stay in L2 instead of its own.
-__device__ __forceinline__ void cp_async_16_if_evict_first(uint32_t to, const void* from, bool copied) {
-    constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // of createpolicy.fractional.L2::evict_first, all lines
-    asm volatile(
-        "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\n"
-        "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignored, %3;\n}" ::"r"(to),
-        "l"(from), "r"(static_cast<uint32_t>(copied)), "l"(kEvictFirst)
-        : "memory");
+    const auto is_copied = static_cast<uint32_t>(copied);
+    if constexpr (kEvictFirst) {
+        constexpr uint64_t kPolicy = 0x12f0000000000000;  // createpolicy.fractional.L2::evict_first, of all lines
+        asm volatile(
+            "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\n"
+            "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignored, %3;\n}" ::"r"(to),
+            "l"(from), "r"(is_copied), "l"(kPolicy)
+            : "memory");
+    } else {
+        asm volatile(
+            "{\n.reg .pred ignored;\nsetp.eq.u32 ignored, %2, 0;\n"
+            "cp.async.cg.shared.global [%0], [%1], 16, ignored;\n}" ::"r"(to),
+            "l"(from), "r"(is_copied)
+            : "memory");
+    }
 }
 
 template <int kBytes>  // 4, 8 or 16

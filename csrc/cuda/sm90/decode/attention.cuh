@@ -223,6 +223,14 @@ private:
     // Starts the copy of the found rows. The warps of a group share the work.
     template <bool kSingleRow>
     __device__ void copy(Tile& to, const T* found) const {
+        // Each row is read once. With evict_first selected rows do not replace the lines of earlier kernels, which are
+        // often dirty and must be written first. Without a selection it is slower.
+        list_ != nullptr ? copy_rows<kSingleRow, true>(to, found) : copy_rows<kSingleRow, false>(to, found);
+        cp_async_commit();
+    }
+
+    template <bool kSingleRow, bool kEvictFirst>
+    __device__ __forceinline__ void copy_rows(Tile& to, const T* found) const {
         constexpr int kRowsPerStep = 32 / Tile::kSlabChunks, kSteps = kKeys / kRowsPerStep;
         const int chunk = lane_id() % Tile::kSlabChunks, lane_row = lane_id() / Tile::kSlabChunks;
         const int left = static_cast<int>(p_.head_dim) - chunk * Tile::kChunk;
@@ -235,11 +243,10 @@ private:
             const uint32_t at = to.address(row, chunk);
 #pragma unroll
             for (int slab = 0; slab < Tile::kSlabs; ++slab)
-                cp_async_16_if_evict_first(at + slab * Tile::kRows * Tile::kSlabCols * 2,
-                                           from + slab * Tile::kSlabCols + chunk * Tile::kChunk,
-                                           from != nullptr && slab * Tile::kSlabCols < left);
+                cp_async_16_if<kEvictFirst>(at + slab * Tile::kRows * Tile::kSlabCols * 2,
+                                            from + slab * Tile::kSlabCols + chunk * Tile::kChunk,
+                                            from != nullptr && slab * Tile::kSlabCols < left);
         }
-        cp_async_commit();
     }
 
     // Q of this warp's rows, as B operands of K Q^T.

@@ -165,6 +165,7 @@ Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.cont
 // The error shows the first offset that does not fit; where it decreases, also the one before it.
 [[noreturn]] void refuse_offsets(const CuSeqlens& given, at::ArrayRef<int32_t> offsets) {
     std::ostringstream upto, got;
+    std::string hint;
     if (given.total) upto << " to " << (given.or_less ? "at most " : "") << *given.total << ", " << given.counted;
     const size_t decrease = std::is_sorted_until(offsets.begin(), offsets.end()) - offsets.begin();
     if (offsets[0] != 0) {
@@ -174,8 +175,9 @@ Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.cont
             << offsets[decrease] << "]";
     } else {
         got << "[-1] = " << offsets.back();
+        if (given.total && offsets.back() < *given.total)
+            hint = ": if the rest is padding, make it a sequence of its own";
     }
-    std::string hint;
     if (given.total && std::accumulate(offsets.begin(), offsets.end(), int64_t{0}) == *given.total) {
         hint = std::string(": if these are lengths, pass torch.nn.functional.pad(") + given.name +
                ".cumsum(0, dtype=torch.int32), (1, 0))";

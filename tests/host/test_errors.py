@@ -577,7 +577,8 @@ VARLEN = {
     "cu_seqlens that end early": (
         lambda: varlen(cu_q=CU[:2], cu_k=CU[:2]),
         ValueError,
-        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[-1\] = 2$",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[-1\] = 2: "
+        "if the rest is padding, make it a sequence of its own$",
     ),
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
@@ -640,7 +641,7 @@ VARLEN = {
     "packed cu_seqlens that end early": (
         lambda: packed(cu_seqlens=CU[:2]),
         ValueError,
-        r"cu_seqlens must be non-decreasing from 0 to 5, the rows of qkv, got cu_seqlens\[-1\] = 2$",
+        r"cu_seqlens must be non-decreasing from 0 to 5, the rows of qkv, got cu_seqlens\[-1\] = 2: if the rest is pad",
     ),
     "packed max_seqlen too short": (
         lambda: packed(max_seqlen=2),

@@ -1,5 +1,6 @@
 """The kernel that decodes over a cache (csrc/cuda/sm90/decode): selection, lengths and bits, against float64."""
 
+import re
 import subprocess
 import sys
 
@@ -136,7 +137,7 @@ def test_every_selected_key(distribution, dtype, page_size):
 @each_distribution
 @each_dtype
 def test_long_segments(distribution, dtype):
-    """With a CTA per sequence and KV head a warp has 4,096 keys, more than it waits for at first."""
+    """With so many sequences a warp has 4,096 keys, more than it waits for at first."""
     (sequence,) = counting_sequences([65000], distribution, dtype)
     call = make_call([sequence], page_size=16, appends=False)
     call.put_heads_first()
@@ -147,6 +148,17 @@ def test_long_segments(distribution, dtype):
     out = call(window_size=WINDOW)
     assert_same_counts(out[0], sequence, WINDOW)
     assert torch.equal(out, out[:1].expand_as(out))
+
+
+@each_dtype
+@each_bias_dtype
+def test_sixteen_warps(bias_dtype, dtype):
+    """A sequence of so many keys gets a cluster of 16 CTAs of 16 warps, many shorter ones smaller ones."""
+    sequences = sequences_of([500_000], heads=4, kv_heads=1, head_dim=128, dtype=dtype, bias_dtype=bias_dtype)
+    call = make_call(sequences, page_size=64)
+    call.put_heads_first()
+    check(sequences, call=call, options={"window_size": 2048})
+    assert re.search("decode_kernel<[^<>]*, 128, 16, (true|false)>", names_of(lambda: call(window_size=2048)))
 
 
 @each_dtype

@@ -85,6 +85,7 @@ public:
     __device__ void append(int begin, int end, int thread, int num_threads) const {
         const int chunks = static_cast<int>(p_.head_dim) / 8;
         end = min(end, keys - cached_);
+#pragma unroll 1
         for (int i = begin * chunks + thread; i < end * chunks; i += num_threads) {
             const int key = cached_ + i / chunks, chunk = i % chunks;
             const uint4 k = reinterpret_cast<const uint4*>(added_row<const T>(p_.key, key))[chunk];

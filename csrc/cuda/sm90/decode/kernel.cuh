@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kWarps * 32, max_decode_ctas(kHeadDim, kWarps)
     }
     attention.run(list, keys, rank);
     cluster_sync_shared(cluster);
-    // By the last warps, which combine least.
+    // After the barrier, so that no CTA waits for it; by the last warps, which combine least.
     if (rank == 0) cache.append<T>(0, cache.rows, kWarps * 32 - 1 - static_cast<int>(threadIdx.x), kWarps * 32);
     combine(p, cache, attention, rank);
     if (cluster == 1) return;

@@ -105,8 +105,8 @@ int active_clusters(const DecodeArgs& args, int head_dim, const DecodeKernel& ke
 
 // Chooses the warps and the cluster size of the least estimated time; returns false where none fits. Estimates in us,
 // as measured on an H200: for each wave of CTAs 15, 3 more with 16 warps and 3 more with 16 CTAs in a cluster (dense: 8
-// in all cases); over the warps 2 ns for a key that a CTA scans, 0.5 ns with candidates; for each CTA of an SM 16 ns for
-// a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
+// in all cases); over the warps 2 ns for a key that a CTA scans, 0.5 ns with room for candidates; for each CTA of an SM
+// 16 ns for a key of 128 dimensions that it attends to, more where fewer than 16 warps of the SM attend.
 bool choose_grid(DecodeArgs& args, int head_dim, const DecodeKernel& kernel) {
     constexpr int kMinKeysPerCta = 256;
     const bool selects = args.window_size > 0 && args.window_size < args.seqlen_k;

@@ -53,8 +53,8 @@ def check_options(call: Call) -> None:
         deprecated("the argument scale of upstream's flash-dmattn", "softmax_scale")
         call.softmax_scale, call.scale = call.scale, None
     refuse_mask_as_bias(call.attn_bias)
-    refuse_causal_bias("attn_mask", call.attn_mask)
-    refuse_causal_bias("attn_bias", call.attn_bias)
+    refuse_bias_objects("attn_mask", call.attn_mask)
+    refuse_bias_objects("attn_bias", call.attn_bias)
     refuse_sliding_window(
         call.window_size,
         "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
@@ -91,11 +91,18 @@ def refuse_mask_as_bias(bias: object) -> None:
         raise TypeError(f"attn_bias must be a torch.Tensor, got {type(bias).__name__}: pass a mask as attn_mask")
 
 
-def refuse_causal_bias(name: str, value: object) -> None:
-    """Raises for the masks of torch.nn.attention.bias, tensors without values of their own."""
+def refuse_bias_objects(name: str, value: object) -> None:
+    """Raises for the masks of torch.nn.attention.bias, tensors without values of their own, and for those of
+    xFormers."""
     if type(value).__name__ == "CausalBias":  # its module is slow to import
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got CausalBias: pass is_causal=True, the mask of causal_lower_right"
+        )
+    if type(value).__module__.startswith(("xformers.", "mslk.")):
+        accepted = "a bool torch.Tensor, a KeyIntervalMask or KeyLists" if name == "attn_mask" else "a torch.Tensor"
+        raise TypeError(
+            f"{name} must be {accepted}, got {type(value).__name__} of xFormers: docs/guides/from-xformers.md says "
+            "what to pass instead"
         )
 
 

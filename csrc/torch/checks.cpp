@@ -31,8 +31,11 @@ void check_dense(const char* name, const Tensor& tensor) {
 
 void check_ndim(const char* name, const Tensor& tensor, const char* layout) {
     check_dense(name, tensor);
-    TORCH_CHECK_VALUE(tensor.dim() == dimensions_in(layout), name, " must have ", dimensions(dimensions_in(layout)),
-                      " ", layout, ", got shape ", shape_of(tensor));
+    const int64_t count = dimensions_in(layout);
+    if (tensor.dim() == count) return;
+    const bool is_batch_of_one = tensor.dim() == count + 1 && tensor.sym_size(0) == 1;
+    TORCH_CHECK_VALUE(false, name, " must have ", dimensions(count), " ", layout, ", got shape ", shape_of(tensor),
+                      is_batch_of_one ? std::string(": pass ") + name + "[0]" : "");
 }
 
 // A dimension of a mask or bias: its accepted sizes.
@@ -96,8 +99,8 @@ Dimension packed_heads(const Tensor& query, const Tensor& key) {
     return one_of("{H|Hkv|1}", query.sym_size(1), key.sym_size(1), 1);
 }
 
-// What to pass instead of a mask or bias (B, Sq, Sk), (Sq, Sk) or (B, Sk); empty for other shapes, and where B could be
-// another dimension.
+// What to pass instead of a mask or bias (B, Sq, Sk), (H, Sq, Sk), (Sq, Sk) or (B, Sk); empty for other shapes, and
+// where B could be another dimension.
 std::string missing_dimensions_hint(const std::string& name, const Tensor& scores, const Tensor& query,
                                     const Tensor& key) {
     const SymInt batch = query.sym_size(0), rows = query.sym_size(1), keys = key.sym_size(1);
@@ -105,8 +108,8 @@ std::string missing_dimensions_hint(const std::string& name, const Tensor& score
     const auto sizes = scores.sym_sizes();
     if ((sizes.size() != 2 && sizes.size() != 3) || sizes.back() != keys) return "";
     if (sizes.size() == 3) {
-        const bool is_per_batch = sizes[0] == batch && sizes[1] == rows && !is_heads(batch) && !is_heads(rows);
-        return is_per_batch ? ": pass " + name + "[:, None]" : "";
+        if (sizes[1] != rows || is_heads(rows) || (sizes[0] == batch) == is_heads(sizes[0])) return "";
+        return ": pass " + name + (sizes[0] == batch ? "[:, None]" : "[None]");
     }
     if ((sizes[0] == rows) == (sizes[0] == batch)) return "";
     if (scores.scalar_type() == at::kBool && sizes[0] == batch) return ": pass KeyIntervalMask.padding(" + name + ")";
@@ -170,6 +173,8 @@ Tensor read_back(const Tensor& lengths) { return lengths.is_cpu() ? lengths.cont
     const size_t decrease = std::is_sorted_until(offsets.begin(), offsets.end()) - offsets.begin();
     if (offsets[0] != 0) {
         got << "[0] = " << offsets[0];
+        if (given.total && decrease == offsets.size() && offsets.back() == *given.total)
+            hint = std::string(": pass torch.nn.functional.pad(") + given.name + ", (1, 0))";
     } else if (decrease < offsets.size()) {
         got << "[" << decrease - 1 << ":" << decrease + 1 << "] = [" << offsets[decrease - 1] << ", "
             << offsets[decrease] << "]";
@@ -297,7 +302,7 @@ void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor&
         const Dimension batch = one_of("{B|1}", query.sym_size(0), 1);
         check_dimensions("attn_mask.start", intervals, {batch, fixed[1], one_of("Sk", key.sym_size(1))}, 1);
     }
-    check_device(intervals, "attn_mask.start", query, "query");
+    check_device(intervals, "attn_mask", query, "query");
 }
 
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k) {

@@ -175,8 +175,10 @@ int64_t check_sequences(const KvCacheInputs& in) {
     } else if (in.cache_batch_idx) {
         check_integers("cache_batch_idx", *in.cache_batch_idx, in.query, batch, false);
     } else {
-        TORCH_CHECK_VALUE(in.k_cache.size(0) == batch, "k_cache must have query's batch size ", batch,
-                          " without cache_batch_idx and block_table, got ", in.k_cache.size(0));
+        TORCH_CHECK_VALUE(
+            in.k_cache.size(0) == batch, "k_cache must have ",
+            in.is_packed() ? "as many batch elements as cu_seqlens_q has sequences, " : "query's batch size ", batch,
+            ", without cache_batch_idx and block_table, got shape ", shape_of(in.k_cache));
     }
     check_length("the room for the keys of a sequence",
                  in.block_table ? in.block_table->size(1) * page_size : page_size);
@@ -289,7 +291,8 @@ void check_positions(const KvCacheInputs& in, const KvCacheParams& p) {
         for (int64_t first = 0; has_pages && first < keys; first += width) {
             const int64_t page = place(b, first);
             TORCH_CHECK_VALUE(0 <= page && page < p.cache_batch, name, " must be of pages from 0 to ",
-                              p.cache_batch - 1, ", got ", page, " for page ", first / width, " of sequence ", b);
+                              p.cache_batch - 1, " of k_cache, got ", page, " for page ", first / width,
+                              " of sequence ", b);
         }
         if (!has_pages) {
             const int64_t element = place(b, 0);

@@ -48,7 +48,9 @@ inline void check_shape(const Tensor& tensor, const char* name, at::IntArrayRef 
 }
 
 inline void check_dtype(const Tensor& tensor, const char* name, at::ScalarType dtype) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype_name(dtype), ", got ", dtype_of(tensor));
+    const bool has_other_integers = dtype == at::kInt && at::isIntegralType(tensor.scalar_type(), false);
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be ", dtype_name(dtype), ", got ", dtype_of(tensor),
+                     has_other_integers ? std::string(": pass ") + name + ".int()" : "");
 }
 
 // `whose`: the name of `reference`, which is on the required device.

@@ -339,6 +339,10 @@ class KeyIntervalMask(Container, Mask):
                 neither an int nor two, or negative.
         """
         left, right = window_sides(window_size)
+        if isinstance(device, int):  # PyTorch takes it as the number of a GPU
+            raise TypeError(
+                f"device must be a torch.device or a str, got {device}: pass both sides of a window as a tuple"
+            )
         start, end = window_around(own_rows(seqlen_q, seqlen_k, device), left, right)
         return cls(start, end, keys_per_row=keys_of_window(left, right, seqlen_k), rows=seqlen_q)
 

@@ -16,6 +16,10 @@ Q, K, V = inputs(2, 5, 7, 4, 2, 8)
 THREE = inputs(3, 5, 7, 4, 2, 8)  # B is neither H nor Hkv
 
 
+class LowerTriangularMask:
+    __module__ = "xformers.ops.fmha.attn_bias"
+
+
 def call(query=Q, key=K, value=V, *args, **kwargs):
     return flash_dmattn_func(query, key, value, *args, **kwargs)
 
@@ -145,6 +149,21 @@ FIXED = {
         lambda: call(attn_bias=torch.zeros(2, 7)),
         ValueError,
         r"attn_bias must have 4 dimensions .*, got shape \(2, 7\)$",
+    ),
+    "bias (H, Sq, Sk)": (
+        lambda: call(attn_bias=torch.zeros(4, 5, 7)),
+        ValueError,
+        r"attn_bias must have 4 dimensions .*, got shape \(4, 5, 7\): pass attn_bias\[None\]$",
+    ),
+    "a mask of xFormers": (
+        lambda: call(attn_mask=LowerTriangularMask()),
+        TypeError,
+        "attn_mask must be a bool torch.Tensor, .*, got LowerTriangularMask of xFormers: docs/guides/from-xformers.md",
+    ),
+    "a bias of xFormers": (
+        lambda: call(attn_bias=LowerTriangularMask()),
+        TypeError,
+        "attn_bias must be a torch.Tensor, got LowerTriangularMask of xFormers: docs/guides/from-xformers.md",
     ),
     "CausalBias as attn_mask": (
         lambda: call(attn_mask=causal_lower_right(5, 7)),
@@ -563,7 +582,11 @@ VARLEN = {
     "max_seqlen is missing": (lambda: varlen(max_k=None), TypeError, "max_seqlen_k is required, got None"),
     "packed cu_seqlens are missing": (lambda: packed(cu_seqlens=None), TypeError, "cu_seqlens is required, got None"),
     "packed max_seqlen is missing": (lambda: packed(max_seqlen=None), TypeError, "max_seqlen is required, got None"),
-    "cu_seqlens in int64": (lambda: varlen(cu_k=CU.long()), TypeError, "cu_seqlens_k must be int32, got int64"),
+    "cu_seqlens in int64": (
+        lambda: varlen(cu_k=CU.long()),
+        TypeError,
+        r"cu_seqlens_k must be int32, got int64: pass cu_seqlens_k.int\(\)$",
+    ),
     "cu_seqlens of 2 dimensions": (
         lambda: varlen(cu_q=CU[None]),
         ValueError,
@@ -585,10 +608,20 @@ VARLEN = {
         ValueError,
         r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got cu_seqlens_k\[1:3\] = \[6, 5\]$",
     ),
+    "cu_seqlens without the first offset": (
+        lambda: varlen(cu_q=CU[1:], cu_k=CU[1:]),
+        ValueError,
+        r"got cu_seqlens_q\[0\] = [0-9]+: pass torch.nn.functional.pad\(cu_seqlens_q, \(1, 0\)\)$",
+    ),
+    "a packed batch of one": (
+        lambda: varlen(rows=ROWS[None]),
+        ValueError,
+        r"query must have 3 dimensions \(total_q, H, D\), got shape \(1, .*\): pass query\[0\]$",
+    ),
     "cu_seqlens that start late": (
         lambda: varlen(cu_q=torch.tensor([1, 3, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[0\] = 1$",
+        r"cu_seqlens_q must be non-decreasing from 0 to 5, the rows of query, got cu_seqlens_q\[0\] = 1: pass",
     ),
     "lengths as cu_seqlens": (
         lambda: varlen(cu_q=CU.diff(), cu_k=CU.diff()),

@@ -294,6 +294,11 @@ ERRORS = {
         TypeError,
         r"window_size must be an int or a tuple \(left, right\), got list",
     ),
+    "window of two ints": (
+        lambda: KeyIntervalMask.sliding_window(3, 4, 1, 1),
+        TypeError,
+        "device must be a torch.device or a str, got 1: pass both sides of a window as a tuple",
+    ),
     "window of three": (
         lambda: KeyIntervalMask.sliding_window(3, 4, (1, 1, 1)),
         ValueError,

@@ -116,7 +116,11 @@ CASES = {
     ),
     "batch of the cache": (
         *(fixed, {"query": lambda x: x[:1], "key": None, "value": None, "bias": None, "cache_seqlens": 3}, ValueError),
-        "k_cache must have query's batch size 1 without cache_batch_idx and block_table, got 2",
+        r"k_cache must have query's batch size 1, without cache_batch_idx and block_table, got shape \(2,",
+    ),
+    "batch of the cache of packed rows": (
+        *(packed, {"block_table": None}, ValueError),
+        "k_cache must have as many batch elements as cu_seqlens_q has sequences, 2, without",
     ),
     "biases of other keys": (
         *(fixed, {"bias_cache": lambda x: x[:, 1:]}, ValueError),
@@ -199,11 +203,11 @@ CASES = {
     ),
     "a page outside the cache": (
         *(paged, {"block_table": int32([0, 1, 2, 3], [4, 11, 5, 6])}, ValueError),
-        "block_table must be of pages from 0 to 10, got 11 for page 1 of sequence 1",
+        "block_table must be of pages from 0 to 10 of k_cache, got 11 for page 1 of sequence 1",
     ),
     "a negative page": (
         *(paged, {"block_table": int32([-1, 1, 2, 3], [4, 5, 6, 7])}, ValueError),
-        "block_table must be of pages from 0 to 10, got -1 for page 0 of sequence 0",
+        "block_table must be of pages from 0 to 10 of k_cache, got -1 for page 0 of sequence 0",
     ),
     "overlapping pages": (
         *(paged, {"block_table": int32([5, 1, 2, 3], [4, 5, 6, 7]), "cache_seqlens": int32(5, 20)}, ValueError),

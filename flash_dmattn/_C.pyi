@@ -108,6 +108,29 @@ def varlen_fast_path(
 ) -> object:
     """Attention of packed sequences; None where Python must prepare the inputs, or raise an error."""
 
+def kvcache_fast_path(
+    query: object,
+    k_cache: object,
+    v_cache: object,
+    key: object,
+    value: object,
+    bias_cache: object,
+    bias: object,
+    cache_seqlens: object,
+    cache_batch_idx: object,
+    block_table: object,
+    cu_seqlens_q: object,
+    max_seqlen_q: object,
+    window_size: object,
+    softmax_scale: object,
+    is_causal: object,
+    softcap: object,
+    return_lse: object,
+    batch_invariant: object,
+    /,
+) -> object:
+    """Attention over a cache; None where Python must prepare the inputs, or raise an error."""
+
 def mha_fwd(
     query: Tensor,
     key: Tensor,

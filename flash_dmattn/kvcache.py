@@ -107,6 +107,13 @@ def flash_dmattn_with_kvcache(
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
     """
+    if relative_bias is None and sinks is None:
+        result = ops.kvcache_fast_path(
+            *(query, k_cache, v_cache, key, value, bias_cache, bias, cache_seqlens, cache_batch_idx, block_table),
+            *(cu_seqlens_q, max_seqlen_q, window_size, softmax_scale, is_causal, softcap, return_lse, batch_invariant),
+        )
+        if result is not None:
+            return result
     kernels_for(query)
     tensors = {"query": query, "k_cache": k_cache, "v_cache": v_cache, "key": key, "value": value}
     tensors |= {"bias_cache": bias_cache, "bias": bias, "cache_batch_idx": cache_batch_idx, "block_table": block_table}

@@ -23,14 +23,17 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether `object` is an ordinary tensor of `dims` dimensions: no subclass, no wrapper of a transform, no symbolic
-// sizes, no negation that is yet to be done, no tangent, which `decode` would lose.
-bool is_plain(py::handle object, int64_t dims = 4) {
+// Whether `object` is an ordinary tensor: no subclass, no wrapper of a transform, no symbolic sizes, no negation that is
+// yet to be done, no tangent, which `decode` would lose.
+bool is_plain(py::handle object) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !is_stand_in(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
            !tensor.is_nested() && !tensor.is_neg() && !has_tangent(tensor) &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.dim() == dims;
+           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+bool is_plain(py::handle object, int64_t dims) {
+    return is_plain(object) && THPVariable_Unpack(object.ptr()).dim() == dims;
 }
 
 // Whether the kernels accept the rows without padding and without a copy: kernel_rows of flash_dmattn/attend.py.
@@ -70,20 +73,24 @@ bool read_bias(Inputs& in, py::handle bias, std::initializer_list<int64_t> dims)
 }
 
 // `in` has its query.
-bool read_options(Inputs& in, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
-                  py::handle deterministic, py::handle return_lse) {
-    for (const py::handle flag : {is_causal, deterministic, return_lse})
-        if (!PyBool_Check(flag.ptr())) return false;
+template <typename AnyInputs>
+bool read_scores(AnyInputs& in, py::handle softmax_scale, py::handle is_causal, py::handle softcap) {
+    if (!PyBool_Check(is_causal.ptr()) || !PyFloat_CheckExact(softcap.ptr())) return false;
     if (!softmax_scale.is_none() && !PyFloat_CheckExact(softmax_scale.ptr())) return false;
-    if (!PyFloat_CheckExact(softcap.ptr())) return false;
     in.is_causal = is_causal.ptr() == Py_True;
-    in.deterministic = deterministic.ptr() == Py_True;
     in.softcap = PyFloat_AS_DOUBLE(softcap.ptr());
     in.softmax_scale = softmax_scale.is_none() ? 1.0 / std::sqrt(static_cast<double>(in.query.size(-1)))
                                                : PyFloat_AS_DOUBLE(softmax_scale.ptr());
     constexpr double kLargest = std::numeric_limits<float>::max();
     const bool fits = in.softcap == 0 || (1 / kLargest <= in.softcap && in.softcap <= kLargest);
     return fits && std::abs(in.softmax_scale) <= kLargest;
+}
+
+bool read_options(Inputs& in, py::handle softmax_scale, py::handle is_causal, py::handle softcap,
+                  py::handle deterministic, py::handle return_lse) {
+    if (!PyBool_Check(deterministic.ptr()) || !PyBool_Check(return_lse.ptr())) return false;
+    in.deterministic = deterministic.ptr() == Py_True;
+    return read_scores(in, softmax_scale, is_causal, softcap);
 }
 
 // -1 for None; -2 for what is no int of 0 and above.
@@ -153,12 +160,12 @@ struct CallMask {
 // Reads attn_mask. Returns false where it is neither bool nor a KeyIntervalMask (masks/interval.py) of `rows` rows.
 bool read_mask(CallMask& mask, py::handle given, int64_t rows) {
     if (given.is_none()) return true;
-    if (is_plain(given)) {
+    if (is_plain(given, 4)) {
         mask.visible = THPVariable_Unpack(given.ptr());
         return !is_expanded(*mask.visible);
     }
     const py::object intervals = py::getattr(given, "list_intervals", py::none());
-    if (!is_plain(intervals)) return false;
+    if (!is_plain(intervals, 4)) return false;
     const int64_t made_for = count_of(given.attr("rows"));
     mask.intervals = THPVariable_Unpack(intervals.ptr());
     mask.keys_per_row = count_of(given.attr("keys_per_row"));
@@ -309,6 +316,56 @@ py::object varlen_fast_path(py::handle query_in, py::handle key_in, py::handle v
         in.max_seqlen_q = std::min(varlen.max_seqlen_q, in.query.size(0));
         in.max_seqlen_k = column_per_key ? varlen.max_seqlen_k : std::min(varlen.max_seqlen_k, in.key.size(0));
         result = call_attention_forward(in);
+    }
+    return as_returned(result, return_lse);
+}
+
+py::object kvcache_fast_path(py::handle query, py::handle k_cache, py::handle v_cache, py::handle key, py::handle value,
+                             py::handle bias_cache, py::handle bias, py::handle cache_seqlens,
+                             py::handle cache_batch_idx, py::handle block_table, py::handle cu_seqlens_q,
+                             py::handle max_seqlen_q, py::handle window_size, py::handle softmax_scale,
+                             py::handle is_causal, py::handle softcap, py::handle return_lse,
+                             py::handle batch_invariant) {
+    const py::object not_plain = py::none();
+    KvCacheInputs in{};
+    const auto read = [&](py::handle given, auto& to) {
+        if (!is_plain(given)) return false;
+        const Tensor& tensor = THPVariable_Unpack(given.ptr());
+        to = tensor;
+        return tensor.device() == in.query.device();
+    };
+    const auto read_optional = [&](py::handle given, OptionalTensor& to) { return given.is_none() || read(given, to); };
+    if (!read(query, in.query) || !read(k_cache, in.k_cache) || !read(v_cache, in.v_cache)) return not_plain;
+    for (const auto& [given, to] :
+         {std::pair(key, &in.key), std::pair(value, &in.value), std::pair(bias_cache, &in.bias_cache),
+          std::pair(bias, &in.bias), std::pair(cache_batch_idx, &in.cache_batch_idx),
+          std::pair(block_table, &in.block_table), std::pair(cu_seqlens_q, &in.cu_seqlens_q)})
+        if (!read_optional(given, *to)) return not_plain;
+    if (in.query.dim() != (in.is_packed() ? 3 : 4) || is_overridden(in.query)) return not_plain;
+    if (in.is_packed() && (in.cu_seqlens_q->dim() != 1 || in.cu_seqlens_q->size(0) == 0)) return not_plain;
+    if (needs_grad(in.query, in.k_cache, in.v_cache, in.key, in.value, in.bias_cache, in.bias)) return not_plain;
+    if (!read_scores(in, softmax_scale, is_causal, softcap) || in.query.size(-1) == 0) return not_plain;
+    const int64_t longest = count_of(max_seqlen_q), window = count_of(window_size);
+    if (longest == -2 || window == -2 || !PyBool_Check(return_lse.ptr()) || !PyBool_Check(batch_invariant.ptr()))
+        return not_plain;
+    if (longest >= 0) in.max_seqlen_q = longest;
+    if (window >= 0) in.window_size = window;
+    in.batch_invariant = batch_invariant.ptr() == Py_True;
+    if (const int64_t length = count_of(cache_seqlens); length >= 0) {
+        if (length > std::numeric_limits<int32_t>::max()) return not_plain;
+        const int64_t batch = in.is_packed() ? in.cu_seqlens_q->size(0) - 1 : in.query.size(0);
+        in.cache_seqlens = at::full({batch}, length, in.query.options().dtype(at::kInt));
+    } else if (!read(cache_seqlens, in.cache_seqlens)) {
+        return not_plain;
+    }
+    in.cache_seqlens = in.cache_seqlens.contiguous();
+    for (OptionalTensor* const given : {&in.cache_batch_idx, &in.block_table, &in.cu_seqlens_q})
+        if (*given) *given = (*given)->contiguous();
+
+    ForwardResult result;
+    {
+        const py::gil_scoped_release no_gil;
+        result = call_attention_with_kvcache(in);
     }
     return as_returned(result, return_lse);
 }

@@ -1,5 +1,5 @@
-// flash_dmattn_func and flash_dmattn_varlen_func from Python to the operator, for calls whose inputs need no preparation
-// in Python.
+// flash_dmattn_func, flash_dmattn_varlen_func and flash_dmattn_with_kvcache from Python to the operator, for calls whose
+// inputs need no preparation in Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -22,5 +22,15 @@ pybind11::object varlen_fast_path(pybind11::handle query, pybind11::handle key, 
                                   pybind11::handle max_seqlen_k, pybind11::handle softmax_scale,
                                   pybind11::handle is_causal, pybind11::handle softcap, pybind11::handle deterministic,
                                   pybind11::handle return_lse);
+
+// The same for flash_dmattn_with_kvcache without relative_bias and sinks.
+pybind11::object kvcache_fast_path(pybind11::handle query, pybind11::handle k_cache, pybind11::handle v_cache,
+                                   pybind11::handle key, pybind11::handle value, pybind11::handle bias_cache,
+                                   pybind11::handle bias, pybind11::handle cache_seqlens,
+                                   pybind11::handle cache_batch_idx, pybind11::handle block_table,
+                                   pybind11::handle cu_seqlens_q, pybind11::handle max_seqlen_q,
+                                   pybind11::handle window_size, pybind11::handle softmax_scale,
+                                   pybind11::handle is_causal, pybind11::handle softcap, pybind11::handle return_lse,
+                                   pybind11::handle batch_invariant);
 
 }  // namespace flash_dmattn

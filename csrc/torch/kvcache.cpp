@@ -367,14 +367,22 @@ KvCacheInputs unpacked(KvCacheInputs in, int64_t batch) {
     return in;
 }
 
-ForwardResult compose(const KvCacheInputs& in) {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("flash_dmattn::compose_attention_with_kvcache", "")
-                               .typed<KvCacheOperator>();
-    const auto call = [&](std::nullptr_t, const auto&... arguments) { return op.call(arguments...); };
+using KvCacheHandle = c10::TypedOperatorHandle<KvCacheOperator>;
+
+KvCacheHandle operator_named(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<KvCacheOperator>();
+}
+
+ForwardResult call(const KvCacheHandle& op, const KvCacheInputs& in) {
+    const auto call_with = [&](std::nullptr_t, const auto&... arguments) { return op.call(arguments...); };
 #define FLASH_DMATTN_PASS(schema, type, name) , in.name
-    return call(nullptr FLASH_DMATTN_KVCACHE_ARGUMENTS(FLASH_DMATTN_PASS));
+    return call_with(nullptr FLASH_DMATTN_KVCACHE_ARGUMENTS(FLASH_DMATTN_PASS));
 #undef FLASH_DMATTN_PASS
+}
+
+ForwardResult compose(const KvCacheInputs& in) {
+    static const KvCacheHandle op = operator_named("flash_dmattn::compose_attention_with_kvcache");
+    return call(op, in);
 }
 
 // Whether attend_directly serves gathered keys: packed ones, and selected ones for more rows than topk_lists selects
@@ -537,6 +545,11 @@ ForwardResult run(const KvCacheInputs& in, KvCacheParams p) {
 }
 
 }  // namespace
+
+ForwardResult call_attention_with_kvcache(const KvCacheInputs& in) {
+    static const KvCacheHandle op = operator_named("flash_dmattn::attention_with_kvcache");
+    return call(op, in);
+}
 
 std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& in) {
     KvCacheParams p = params_of(in, in.query.size(0));

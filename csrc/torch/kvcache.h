@@ -48,8 +48,10 @@ using KvCacheOperator = Signature<ForwardResult, void FLASH_DMATTN_KVCACHE_ARGUM
 #undef FLASH_DMATTN_TYPE
 
 ForwardResult attention_with_kvcache(KvCacheInputs inputs);
+// The same through the dispatcher.
+ForwardResult call_attention_with_kvcache(const KvCacheInputs& inputs);
 
-// The same for checked inputs on CUDA whose rows the kernels read where they are. Returns nothing, and launches nothing,
+// attention_with_kvcache for checked inputs on CUDA whose rows the kernels read where they are. Returns nothing, and launches nothing,
 // where no kernel decodes them. cache_seqlens may be undefined: all keys.
 std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& inputs);
 

@@ -172,6 +172,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("varlen_fast_path", &varlen_fast_path,
           "Attention of packed sequences; None where Python must prepare the inputs, or raise an error.");
 
+    m.def("kvcache_fast_path", &kvcache_fast_path,
+          "Attention over a cache; None where Python must prepare the inputs, or raise an error.");
+
     m.def(
         "mha_fwd",
         [](const Tensor& query, const Tensor& key, const Tensor& value, const MaskTensors& masks,

@@ -43,6 +43,12 @@ def varlen_fast_path(*arguments):
     return None if module is None else module.varlen_fast_path(*arguments)
 
 
+def kvcache_fast_path(*arguments):
+    """`fast_path` over a cache."""
+    module = checker()
+    return None if module is None else module.kvcache_fast_path(*arguments)
+
+
 def cuda_is_built() -> bool:
     return not WHY_NOT_BUILT and _C.has_cuda
 

@@ -3,10 +3,20 @@
 import pytest
 import torch
 from helpers import inputs, rand_mask
+from kvcaches import make_call, make_sequences
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func, flash_dmattn_varlen_func, interface, ops
+from flash_dmattn import (
+    KeyIntervalMask,
+    KeyLists,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    flash_dmattn_with_kvcache,
+    interface,
+    kvcache,
+    ops,
+)
 from flash_dmattn.masks.choice import CPU_MIN_KEYS
 
 
@@ -16,7 +26,7 @@ def without_short_way(monkeypatch):
 
     def run(call):
         with monkeypatch.context() as patch:
-            for name in ("fast_path", "varlen_fast_path"):
+            for name in ("fast_path", "varlen_fast_path", "kvcache_fast_path"):
                 patch.setattr(ops, name, lambda *arguments: None)
             return call()
 
@@ -26,8 +36,14 @@ def without_short_way(monkeypatch):
 @pytest.fixture
 def long_ways(monkeypatch):
     """Counts the calls that took the slow path."""
-    taken, attend = [], interface.attend
-    monkeypatch.setattr(interface, "attend", lambda *args: taken.append(1) or attend(*args))
+    taken = []
+
+    def count(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: taken.append(1) or function(*args))
+
+    count(interface, "attend")
+    count(kvcache, "kernels_for")
     return taken
 
 
@@ -184,6 +200,70 @@ def test_packed_sequences_take_the_fast_path(without_short_way, long_ways, bias,
     long = without_short_way(call)
     assert len(long_ways) == 1 and len(short) == len(long)
     assert all(map(torch.equal, short, long))
+
+
+# (keys before the new rows, new rows) of each sequence
+CACHES = {
+    "decoding": ([(10, 1), (20, 1)], {}),
+    "rows": ([(10, 3), (20, 3)], {"permute": False, "spare": 0}),
+    "packed pages": ([(10, 1), (20, 4)], {"page_size": 16}),
+    "nothing new": ([(10, 3), (20, 3)], {"page_size": 16, "appends": False}),
+    "no biases": ([(10, 1), (20, 1)], {"biased": False}),
+}
+CACHE_OPTIONS = {
+    "plain": {},
+    "scale, lse": {"softmax_scale": 0.3, "return_lse": True},
+    "softcap, all keys": {"softcap": 3.0, "is_causal": False},
+    "window": {"window_size": 7, "batch_invariant": True},
+    "one length": {"cache_seqlens": 9},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", CACHE_OPTIONS.values(), ids=CACHE_OPTIONS)
+@pytest.mark.parametrize("lengths, layout", CACHES.values(), ids=CACHES)
+def test_caches_of_keys_take_the_fast_path(without_short_way, long_ways, lengths, layout, options, device):
+    if "window_size" in options and not layout.get("biased", True):
+        pytest.skip("nothing to select by")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    given = make_call(make_sequences(lengths, device=device, dtype=dtype), **layout)
+
+    def run():
+        call = given.to(device)
+        call.k_cache, call.v_cache = call.k_cache.nan_to_num(), call.v_cache.nan_to_num()
+        results = call(**options)
+        return [*(results if isinstance(results, tuple) else [results]), call.k_cache, call.v_cache]
+
+    short = run()
+    assert not long_ways
+    long = without_short_way(run)
+    assert long_ways and len(short) == len(long)
+    assert all(torch.equal(x, y) for x, y in zip(short, long))
+
+
+OTHER_CACHES = {
+    "sinks": lambda: {"sinks": torch.zeros(4)},
+    "relative bias": lambda: {"relative_bias": torch.zeros(1, 1, 5)},
+    "a tensor as scale": lambda: {"softmax_scale": torch.tensor(0.3)},
+    "whole number as scale": lambda: {"softmax_scale": 1},
+    "a number of NumPy": lambda: {"window_size": torch.tensor(7).numpy()[()]},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_CACHES.values(), ids=OTHER_CACHES)
+def test_other_caches_take_the_slow_path(long_ways, change):
+    call = make_call(make_sequences([(10, 3), (20, 3)]))
+    call(**change())
+    assert long_ways
+
+
+def test_caches_under_autocast_take_the_slow_path(long_ways):
+    call = make_call(make_sequences([(10, 3), (20, 3)], dtype=torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            flash_dmattn_with_kvcache(call.query.float(), *call.caches()[:2], **call.arguments).dtype == torch.bfloat16
+        )
+    assert long_ways
 
 
 def test_lengths_that_are_views_take_the_fast_path(long_ways):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from kvcaches import make_call, make_sequences
 
-from flash_dmattn import flash_dmattn_with_kvcache
+from flash_dmattn import flash_dmattn_with_kvcache, ops
 
 
 def int32(*values):
@@ -371,6 +371,13 @@ CASES = {
 }
 
 
+@pytest.fixture(params=["fast path", "slow path"])
+def path(request, monkeypatch):
+    if request.param == "slow path":
+        monkeypatch.setattr(ops, "kvcache_fast_path", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("function, changes, error, message", CASES.values(), ids=CASES)
 def test_bad_input(function, changes, error, message):
     function()  # without the changes

@@ -51,8 +51,8 @@ ForwardResult attention_with_kvcache(KvCacheInputs inputs);
 // The same through the dispatcher.
 ForwardResult call_attention_with_kvcache(const KvCacheInputs& inputs);
 
-// attention_with_kvcache for checked inputs on CUDA whose rows the kernels read where they are. Returns nothing, and launches nothing,
-// where no kernel decodes them. cache_seqlens may be undefined: all keys.
+// attention_with_kvcache for checked inputs on CUDA whose rows the kernels read where they are. Returns nothing, and
+// launches nothing, where no kernel decodes them. cache_seqlens may be undefined: all keys.
 std::optional<ForwardResult> decode_with_kvcache(const KvCacheInputs& inputs);
 
 }  // namespace flash_dmattn

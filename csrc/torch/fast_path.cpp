@@ -23,8 +23,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Whether `object` is an ordinary tensor: no subclass, no wrapper of a transform, no symbolic sizes, no negation that is
-// yet to be done, no tangent, which `decode` would lose.
+// Whether `object` is an ordinary tensor: no subclass, no wrapper of a transform, no symbolic sizes, no negation that
+// is yet to be done, no tangent, which `decode` would lose.
 bool is_plain(py::handle object) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());

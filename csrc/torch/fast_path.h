@@ -1,5 +1,5 @@
-// flash_dmattn_func, flash_dmattn_varlen_func and flash_dmattn_with_kvcache from Python to the operator, for calls whose
-// inputs need no preparation in Python.
+// flash_dmattn_func, flash_dmattn_varlen_func and flash_dmattn_with_kvcache from Python to the operator, for calls
+// whose inputs need no preparation in Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

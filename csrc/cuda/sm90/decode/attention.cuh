@@ -223,8 +223,8 @@ private:
     // Starts the copy of the found rows. The warps of a group share the work.
     template <bool kSingleRow>
     __device__ void copy(Tile& to, const T* found) const {
-        // A sequence and KV head reads each row once. With evict_first selected rows do not replace the lines of earlier
-        // kernels, which are often dirty and must be written first. Without a selection it is slower.
+        // A sequence and KV head reads each row once. With evict_first selected rows do not replace the lines of
+        // earlier kernels, which are often dirty and must be written first. Without a selection it is slower.
         list_ != nullptr ? copy_rows<kSingleRow, true>(to, found) : copy_rows<kSingleRow, false>(to, found);
         cp_async_commit();
     }

@@ -5,7 +5,7 @@ prefill: "cuDNN, all keys" is causal, without mask and bias. FlexAttention has t
 decode: one row. "top-k by hand" is torch.topk of the bias, a gather of keys and values, and SDPA with the bias as its
     mask; "SDPA, all keys" has no bias. Both are the fastest of several ways, of which the JSON has each.
 host: the time until a small call returns, the median of 60 batches of 50 calls (3 batches on the CPU), beside SDPA in
-    its own layout, whose mask is made beforehand.
+    its own layout, whose mask is made beforehand. "over pages" is flash_dmattn_with_kvcache, as in the suite serving.
 selection: the mask from a bias and its key lists, as CUDA graphs; "without a graph" is both as plain calls.
 
 "tiles" and "lists" are values of `sparse`; "CUDA graph" replays the call; "cache" is one graph captured for a
@@ -44,6 +44,7 @@ from timing import call_for, captured, host_seconds
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
 from flash_dmattn.masks import SPARSE
 from suites.dense import make_call
+from suites.serving import Cache
 
 SPARSE_NAMES = {sparse: OURS if sparse == "auto" else f"{OURS}, {sparse}" for sparse in SPARSE}
 GRAPH, CACHE, QUARTER = f"{OURS}, CUDA graph", f"{OURS}, cache", f"{OURS}, cache, a quarter filled"
@@ -65,10 +66,16 @@ def rows_of(seqlen: int, window: int, *heads: int) -> Problem:
 
 @dataclass(frozen=True)
 class Small:
-    """A small call, B1 H8 S128 D64, and the names of the tensors that get gradients."""
+    """A small call, B1 H8 S128 D64.
+
+    Attributes:
+        trained: the names of the tensors that get gradients.
+        over_pages: whether the keys are in the pages of a cache.
+    """
 
     problem: Problem
     trained: tuple[str, ...] = ()
+    over_pages: bool = False
 
     @property
     def name(self) -> str:
@@ -78,12 +85,13 @@ class Small:
         return self
 
 
-def small(name: str, trained: tuple[str, ...] = (), **options) -> Small:
-    return Small(square(name, 1, 8, 128, 64, **options), trained)
+def small(name: str, trained: tuple[str, ...] = (), over_pages: bool = False, **options) -> Small:
+    return Small(square(name, 1, 8, 128, 64, **options), trained, over_pages)
 
 
 QKV = ("query", "key", "value")
 PLAIN, MASKED, WINDOW = "forward, no bias", "forward, bool mask and dense bias", "forward, key bias and window_size"
+PAGES = "decoding over pages, key bias and window_size"
 PLAIN_BOTH = "forward and backward, no bias"
 BIAS, DBIAS = "forward and backward, dense bias without dbias", "forward and backward, dense bias and dbias"
 DENSE_BIAS, KEY_BIAS = {"bias": "B H Sq Sk"}, {"bias": "B H 1 Sk"}
@@ -91,6 +99,7 @@ SMALL_CALLS = [
     small(PLAIN),
     small(MASKED, mask="B H Sq Sk", **DENSE_BIAS),
     small(WINDOW, window=32, as_intervals=True, is_causal=True, **KEY_BIAS),
+    small(PAGES, over_pages=True, seqlen_q=1, window=32, as_intervals=True, is_causal=True, **KEY_BIAS),
     small(PLAIN_BOTH, QKV),
     small(BIAS, QKV, **DENSE_BIAS),
     small(DBIAS, (*QKV, "bias"), **DENSE_BIAS),
@@ -201,6 +210,8 @@ def host(case: Small, setting: Setting) -> list[Row]:
         OURS: lambda: call_for(direction, whole_call(flash_dmattn_func, inputs), inputs.dout),
         SDPA: lambda: call_for(direction, sdpa_in_its_layout(inputs), inputs.dout.transpose(1, 2).contiguous()),
     }
+    if case.over_pages:
+        makers = {OURS: Cache(inputs).ours}
     return setting.time(problem.name, HOST_TIME, makers, clock=partial(host_seconds, device=device))
 
 

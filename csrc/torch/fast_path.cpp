@@ -29,8 +29,8 @@ bool is_plain(py::handle object) {
     if (!THPVariable_CheckExact(object.ptr())) return false;
     const Tensor& tensor = THPVariable_Unpack(object.ptr());
     return !is_stand_in(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
-           !tensor.is_nested() && !tensor.is_neg() && !has_tangent(tensor) &&
-           !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+           !tensor.is_nested() && !tensor.is_neg() && !tensor.is_quantized() && !tensor._is_zerotensor() &&
+           !has_tangent(tensor) && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 bool is_plain(py::handle object, int64_t dims) {
     return is_plain(object) && THPVariable_Unpack(object.ptr()).dim() == dims;
@@ -102,12 +102,23 @@ int64_t count_of(py::handle number) {
     return overflow != 0 || value < 0 ? -2 : value;
 }
 
+// Both launch kernels on a GPU, and so without the GIL.
+Tensor contiguous(const Tensor& tensor) {
+    if (tensor.is_contiguous()) return tensor;
+    const py::gil_scoped_release no_gil;
+    return tensor.contiguous();
+}
+Tensor equal_lengths(int64_t batch, int64_t length, const Tensor& query) {
+    const py::gil_scoped_release no_gil;
+    return at::full({batch}, length, query.options().dtype(at::kInt));
+}
+
 // Lengths or offsets of sequences, contiguous. `in` has its query.
 bool read_int32(const Inputs& in, py::handle given, OptionalTensor& to) {
     if (!is_plain(given, 1)) return false;
     const Tensor& tensor = THPVariable_Unpack(given.ptr());
     if (tensor.scalar_type() != at::kInt || tensor.device() != in.query.device()) return false;
-    to = tensor.contiguous();
+    to = contiguous(tensor);
     return true;
 }
 
@@ -118,7 +129,7 @@ bool read_cache_seqlens(Inputs& in, py::handle given) {
     const int64_t length = count_of(given);
     if (length < 0) return given.is_none() || read_int32(in, given, in.seqused_k);
     if (length > std::min<int64_t>(in.key.size(1), std::numeric_limits<int32_t>::max())) return false;
-    in.seqused_k = at::full({in.query.size(0)}, length, in.query.options().dtype(at::kInt));
+    in.seqused_k = equal_lengths(in.query.size(0), length, in.query);
     return true;
 }
 
@@ -342,9 +353,9 @@ py::object kvcache_fast_path(py::handle query, py::handle k_cache, py::handle v_
           std::pair(block_table, &in.block_table), std::pair(cu_seqlens_q, &in.cu_seqlens_q)})
         if (!read_optional(given, *to)) return not_plain;
     if (in.query.dim() != (in.is_packed() ? 3 : 4) || is_overridden(in.query)) return not_plain;
+    if (!at::isFloatingType(in.query.scalar_type()) || in.query.size(-1) == 0) return not_plain;
     if (in.is_packed() && (in.cu_seqlens_q->dim() != 1 || in.cu_seqlens_q->size(0) == 0)) return not_plain;
-    if (needs_grad(in.query, in.k_cache, in.v_cache, in.key, in.value, in.bias_cache, in.bias)) return not_plain;
-    if (!read_scores(in, softmax_scale, is_causal, softcap) || in.query.size(-1) == 0) return not_plain;
+    if (!read_scores(in, softmax_scale, is_causal, softcap)) return not_plain;
     const int64_t longest = count_of(max_seqlen_q), window = count_of(window_size);
     if (longest == -2 || window == -2 || !PyBool_Check(return_lse.ptr()) || !PyBool_Check(batch_invariant.ptr()))
         return not_plain;
@@ -354,13 +365,16 @@ py::object kvcache_fast_path(py::handle query, py::handle k_cache, py::handle v_
     if (const int64_t length = count_of(cache_seqlens); length >= 0) {
         if (length > std::numeric_limits<int32_t>::max()) return not_plain;
         const int64_t batch = in.is_packed() ? in.cu_seqlens_q->size(0) - 1 : in.query.size(0);
-        in.cache_seqlens = at::full({batch}, length, in.query.options().dtype(at::kInt));
+        in.cache_seqlens = equal_lengths(batch, length, in.query);
     } else if (!read(cache_seqlens, in.cache_seqlens)) {
         return not_plain;
     }
-    in.cache_seqlens = in.cache_seqlens.contiguous();
+    if (needs_grad(in.query, in.k_cache, in.v_cache, in.key, in.value, in.bias_cache, in.bias, in.cache_seqlens,
+                   in.cache_batch_idx, in.block_table, in.cu_seqlens_q))
+        return not_plain;
+    in.cache_seqlens = contiguous(in.cache_seqlens);
     for (OptionalTensor* const given : {&in.cache_batch_idx, &in.block_table, &in.cu_seqlens_q})
-        if (*given) *given = (*given)->contiguous();
+        if (*given) *given = contiguous(**given);
 
     ForwardResult result;
     {

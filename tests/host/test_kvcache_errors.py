@@ -301,6 +301,10 @@ CASES = {
         *(fixed, {"window_size": 3, "bias": with_nan}, ValueError),
         "bias must not be NaN where window_size selects by it",
     ),
+    "lengths that require grad": (
+        *(fixed, {"cache_seqlens": lambda x: x.float().requires_grad_()}, ValueError),
+        "cache_seqlens must not require grad",
+    ),
     "window without biases": (
         *(fixed, {"window_size": 3, "bias": None, "bias_cache": None}, ValueError),
         "window_size selects by bias_cache, got none",

@@ -153,7 +153,7 @@ def test_long_segments(distribution, dtype):
 @each_dtype
 @each_bias_dtype
 def test_sixteen_warps(bias_dtype, dtype):
-    """A sequence of so many keys gets a cluster of 16 CTAs of 16 warps, many shorter ones smaller ones."""
+    """A sequence of so many keys gets CTAs of 16 warps."""
     sequences = sequences_of([500_000], heads=4, kv_heads=1, head_dim=128, dtype=dtype, bias_dtype=bias_dtype)
     call = make_call(sequences, page_size=64)
     call.put_heads_first()

@@ -5,6 +5,14 @@
 
 namespace flash_dmattn::cuda {
 
+// True in one lane of the warp, always the same one. All lanes call. After a test of lane_id() ptxas would put each TMA
+// instruction into a loop over the active lanes.
+__device__ __forceinline__ bool elect_one_sync() {
+    uint32_t is_elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    return is_elected;
+}
+
 // TMA load of a box from global to shared memory. Elements outside the tensor become zeros; `barrier` counts the bytes.
 // `map` is a CUtensorMap kernel parameter (__grid_constant__); x counts along the contiguous dimension.
 __device__ __forceinline__ void tma_load_4d(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z,

@@ -58,14 +58,14 @@ private:
         ScoresOperand probs, dscores;
         // A test before the loop and one at its end, so that wgmma groups stay in flight from one step to the next.
         if (wait_for_m_block()) {
+            bool has_next;
             do {
                 if (header_.head != head) {
                     if (head >= 0) end_head(head);
                     begin_head(head = header_.head);
                 }
-                step(scores, dprobs, probs, dscores);
-                state_.advance();
-            } while (wait_for_m_block());
+                has_next = step(scores, dprobs, probs, dscores);
+            } while (has_next);
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dk_);
             if (p_.deterministic) {
@@ -89,12 +89,17 @@ private:
         header_ = m_block_info().header;
         return header_.m_block != MBlockInfo::kEnd;
     }
-    // One m_block: S and dP, then P and dS, then dV, dQ and dK.
-    __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
+    __device__ __forceinline__ bool wait_for_next_m_block() {
+        state_.advance();
+        return wait_for_m_block();
+    }
+    // One m_block: S and dP, then P and dS, then dV, dQ and dK. Returns whether there is another one.
+    __device__ __forceinline__ bool step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
                                          ScoresOperand& dscores) {
         const bool has_empty_rows = any_of(header_.has_empty_rows);
         if (has_empty_rows) zero_empty_rows(query());
         constexpr bool kStartsFromBias = SharedStorage::kStartsFromBias;
+        const RowStatsFragment lse(m_block_info().lse + tiled_mma_.first_row());
         if constexpr (!kStartsFromBias) tiled_mma_.gemm_scores(scores, smem_.key, query());
         smem_.dout_pipeline.consumer_wait(state_);
         if (has_empty_rows) zero_empty_rows(dout());
@@ -105,7 +110,6 @@ private:
         if constexpr (kStartsFromBias) tiled_mma_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        const RowStatsFragment lse(m_block_info().lse + tiled_mma_.first_row());
         const bool has_softcap = !is_relative(kBias) && scale_.softcap > 0;
         if constexpr (Base::kEarlyFragments > 0) {
             wgmma_wait_group<1>();  // S
@@ -124,16 +128,18 @@ private:
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
             gemm_dkv_dq_of_shared_keys(probs, dscores, dprobs);
+            return wait_for_next_m_block();
         } else {
-            gemm_dkv_dq_of_own_keys(probs, dscores, dprobs);
+            return gemm_dkv_dq_of_own_keys(probs, dscores, dprobs);
         }
     }
-    // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
-    __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
+    // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups. Waits for
+    // the next m_block while GEMMs run.
+    __device__ __forceinline__ bool gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             ScoresFragment& ds) {
-        // The stores of dS are slower while the GEMM of dV reads shared memory. With 64 rows the order makes no
-        // difference; with a dense bias dS first would spill registers.
-        constexpr bool kStoresFirst = Traits::kScoreRows > 64 && kBias != BiasKind::kDense;
+        // The stores of dS are slower while the GEMM of dV reads shared memory. With a dense bias dS first would spill
+        // registers.
+        constexpr bool kStoresFirst = kBias != BiasKind::kDense;
         if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         tiled_mma_.gemm_dkv(dv_, probs, dout());
         if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
@@ -146,15 +152,19 @@ private:
         tiled_mma_.gemm_dq(dq, bias_dscores(), smem_.key);
         tiled_mma_.gemm_dkv(dk_, dscores, query());
         if (p_.deterministic) acquire_dq_semaphore();
+        const int stage = state_.stage();
+        float* const dq_accum = m_block_info().dq_accum;
+        const bool has_next = wait_for_next_m_block();
         wgmma_wait_group<1>();  // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
-        smem_.dout_pipeline.consumer_release(state_.stage());
-        release_bias(state_.stage());
-        add_dq(dq);
+        smem_.dout_pipeline.consumer_release(stage);
+        release_bias(stage);
+        add_dq(dq, dq_accum);
         wgmma_wait_group<0>();  // dK
         warpgroup_fence_operand(dk_);
-        smem_.query_pipeline.consumer_release(state_.stage());
+        smem_.query_pipeline.consumer_release(stage);
+        return has_next;
     }
     // Each warpgroup has P and dS of some rows of the shared keys and needs those of the other, too. finish_previous_dk
     // waits for dK in the next step, so that its GEMM overlaps the addition of dQ.
@@ -178,7 +188,7 @@ private:
         smem_.dout_pipeline.consumer_release(state_.stage());
         probs_pipeline_.consumer_release();
         probs_pipeline_.advance();
-        add_dq(dq);
+        add_dq(dq, m_block_info().dq_accum);
         dk_in_flight_ = true;
     }
     // Two GEMMs, S and dP, have been issued since.
@@ -264,10 +274,10 @@ private:
             stmatrix_x4_trans(Base::scores_address(to, r * 16), scores[r]);
     }
 
-    __device__ __forceinline__ void add_dq(const DqFragment& dq) const {
+    __device__ __forceinline__ void add_dq(const DqFragment& dq, float* dq_accum) const {
         using Layout = DqueryLayout<Traits>;
         const int warp = warp_id() - 4, lane = lane_id();
-        float* to = m_block_info().dq_accum + Layout::offset(warp, 0, 0);
+        float* to = dq_accum + Layout::offset(warp, 0, 0);
         if constexpr (Traits::kStagesDq) {
             tiled_mma_.tma_reduce_add_dq(dq, smem_.dq[warp], to);
         } else {
@@ -289,7 +299,7 @@ private:
         if (Traits::kStagesDq) fence_proxy_async_global();  // orders the additions by TMA behind the acquire, too
     }
     __device__ __forceinline__ void wait_for_dq_additions() const {
-        if (Traits::kStagesDq && lane_id() == 0) tma_store_wait_group();
+        if (Traits::kStagesDq && elect_one_sync()) tma_store_wait_group();
     }
     // The release orders the additions of the warpgroup's threads; wait_for_dq_additions has waited for those of TMA.
     __device__ __forceinline__ void release_held_dq_semaphore() const {

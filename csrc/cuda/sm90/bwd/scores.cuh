@@ -27,10 +27,10 @@ protected:
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
-    // Fragments of P that are computed before the wait for dP. With 128 rows half of them: fastest as measured. With a
-    // relative bias the GEMM of dP comes first, and a dense bias leaves too few registers.
+    // Fragments of P that are computed before the wait for dP: fastest as measured. With a relative bias and 128 rows
+    // the GEMM of dP comes first, and a dense bias leaves too few registers.
     static constexpr int kEarlyFragments =
-        kFragments > 8 && (kBias == BiasKind::kNone || kBias == BiasKind::kKey) ? kFragments / 2 : 0;
+        !Traits::kSharesKeys && (kBias == BiasKind::kNone || (kBias == BiasKind::kKey && kFragments > 8)) ? 8 : 0;
     // Whether a bias is added after Q K^T.
     static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
 
@@ -43,8 +43,8 @@ protected:
                 RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, tiled_mma_.first_row());
     }
 
-    // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, while wgmma runs:
-    // it keeps shared memory so busy that a read takes long.
+    // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, and lse before S is
+    // issued: a load that follows wgmmas arrives only when these have read their operands.
     class RowStatsFragment {
     public:
         __device__ __forceinline__ explicit RowStatsFragment(const float* stats) : stats_(stats + fragment_col()) {

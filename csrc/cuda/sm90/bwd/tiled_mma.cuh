@@ -65,17 +65,17 @@ public:
     // Adds the warp's dQ to `to` in accumulator order, by TMA from shared memory: additions from registers would delay
     // the warp's next loads.
     __device__ __forceinline__ void tma_reduce_add_dq(const DqFragment& dq, DqStage& stage, float* to) const {
-        const int lane = lane_id();
-        if (lane == 0) tma_store_wait_group_read();  // of the previous step
+        const bool is_elected = elect_one_sync();
+        if (is_elected) tma_store_wait_group_read();  // of the previous step
         __syncwarp();
 #pragma unroll
         for (int n = 0; n < Traits::kDqCols / 8; ++n) {
             const float* x = dq[0][n];
-            stage[n][lane] = {x[0], x[1], x[2], x[3]};
+            stage[n][lane_id()] = {x[0], x[1], x[2], x[3]};
         }
         fence_proxy_async();
         __syncwarp();
-        if (lane == 0) {
+        if (is_elected) {
             tma_reduce_add(to, smem_address(&stage), sizeof(stage));
             tma_store_commit_group();
         }

@@ -46,6 +46,7 @@ public:
             keys_.begin(smem_.keys, warp_key_);
             clear(dk_);
             clear(dv_);
+            wait_for_query();
             for (int i = 0; i < num_steps_; ++i) step(scores, dprobs, probs, dscores, i);
             if constexpr (Traits::kSharesKeys) finish_previous_dkv<0>(true);
             add_dkv();
@@ -72,11 +73,15 @@ private:
 
     __device__ void sync_consumers() const { named_barrier_sync(BwdNamedBarriers::kConsumers, kThreads); }
 
-    // kRows rows of one head with the n_block: S and dP, then P and dS, then dV, dQ and dK.
+    __device__ __forceinline__ void wait_for_query() {
+        query_pipeline_.consumer_wait();
+        has_empty_rows_ = any_of(row_info().has_empty_rows);
+    }
+    // kRows rows of one head with the n_block: S and dP, then P and dS, then dV, dQ and dK. Waits for the Q of the next
+    // step.
     __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
                                          ScoresOperand& dscores, int i) {
-        query_pipeline_.consumer_wait();
-        const bool has_empty_rows = any_of(row_info().has_empty_rows);
+        const bool has_empty_rows = has_empty_rows_;
         if (has_empty_rows) zero_empty_rows(query());
         tiled_mma_.gemm_scores(scores, smem_.key, query());
         dout_pipeline_.consumer_wait();
@@ -97,6 +102,7 @@ private:
         to_a_operand<T>(dprobs, dscores);
         if constexpr (Traits::kSharesKeys) {
             gemm_dkv_dq_of_shared_keys(probs, dscores, i);
+            if (i < num_steps_ - 1) wait_for_query();
         } else {
             gemm_dkv_dq_of_own_keys(probs, dscores, i);
         }
@@ -104,14 +110,16 @@ private:
     // P and dS of the warpgroup's own keys are A operands in registers; only dQ needs dS of both warpgroups.
     __device__ __forceinline__ void gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             int i) {
-        tiled_mma_.gemm_dkv(dv_, probs, dout());
         store_scores(dscores_tile(), dscores);
+        tiled_mma_.gemm_dkv(dv_, probs, dout());
         fence_proxy_async();
         sync_consumers();  // dS is complete, and the previous one has been read
         DqFragment dq;
         tiled_mma_.gemm_dq(dq, dscores_tile(), smem_.key);
         tiled_mma_.gemm_dkv(dk_, dscores, query());
-        wgmma_wait_group<1>();  // dV and dQ
+        query_pipeline_.advance();
+        if (i < num_steps_ - 1) wait_for_query();  // while GEMMs run
+        wgmma_wait_group<1>();                     // dV and dQ
         warpgroup_fence_operand(dv_);
         warpgroup_fence_operand(dq);
         dout_pipeline_.consumer_release();
@@ -121,8 +129,7 @@ private:
         dscores_stage_ ^= 1;
         wgmma_wait_group<0>();  // dK
         warpgroup_fence_operand(dk_);
-        query_pipeline_.consumer_release();
-        query_pipeline_.advance();
+        query_pipeline_.consumer_release_previous();
     }
     // Each warpgroup has P and dS of some rows of the shared keys and needs those of the other, too.
     // finish_previous_dkv waits for dV and dK in the next step, so that their GEMMs overlap the addition of dQ.
@@ -286,6 +293,7 @@ private:
     const TiledMma tiled_mma_;
     const int warp_key_;  // the warp's first key of the n_block
     int slot_, num_steps_;
+    bool has_empty_rows_;  // of the step's Q and dO
     float4* dq_accum_;
     Pipeline<1> key_pipeline_, value_pipeline_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_;

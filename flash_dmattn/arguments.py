@@ -42,6 +42,10 @@ def as_tensor_hint(name: str, value: object) -> str:
         return ""
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         return ""
+    if isinstance(value, (list, tuple)) and not all(
+        isinstance(item, (list, tuple, numbers.Number)) or hasattr(item, "__array__") for item in value
+    ):
+        return ""  # a list of masks
     dtype = ", dtype=torch.int32" if name.startswith(INT32_ARGUMENTS) else ""  # as_tensor makes int64
     return f": pass torch.as_tensor({name}{dtype})"
 
@@ -156,7 +160,7 @@ def require_number(name: str, value: object) -> None:
         return
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
     if not is_number:
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}{as_tensor_hint(name, value)}")
 
 
 def require_bool(name: str, value: object) -> None:

@@ -55,7 +55,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 def check_chunks(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     if not outs or len(outs) != len(lses):
-        raise ValueError(f"outs and lses must be of the same chunks, at least one, got {len(outs)} and {len(lses)}")
+        raise ValueError(
+            f"outs and lses must have one tensor for each chunk, at least one, got {len(outs)} and {len(lses)}"
+        )
     for name, tensors in (("outs", outs), ("lses", lses)):
         for i, tensor in enumerate(tensors):
             require_floating(f"{name}[{i}]", tensor)

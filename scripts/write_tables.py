@@ -150,8 +150,9 @@ class Table:
             for commit in dict.fromkeys(of_ours):
                 commits.setdefault(commit, []).append(lines[key])
         most = max(commits, key=lambda commit: len(commits[commit]))
-        others = "".join(f" At {commit}: {'; '.join(names)}." for commit, names in commits.items() if commit != most)
-        return f"{first.environment['device']}, {first.dtype}; {versions}. Measured at commit {most}.{others}"
+        others = ", ".join(f"{commit} ({'; '.join(names)})" for commit, names in commits.items() if commit != most)
+        origin = f"{most}, other rows at {others}" if others else most
+        return f"{first.environment['device']}, {first.dtype}; {versions}. Measured at commit {origin}."
 
 
 def version_of(package: str, environment: dict[str, object]) -> str:
@@ -220,7 +221,7 @@ TABLES = {
             ("dense", "key bias, B2 H16 S4096 D128"): "key bias",
             ("dense", "causal, B2 H16 S4096 D128"): "causal, no bias",
         },
-        notes={("S131072, w 2048", "FlexAttention"): "cannot"},
+        notes={("S131072, w 2048", "FlexAttention"): "no block mask of this size"},
     ),
     "dense": Table(
         "Median time in ms, forward / backward with the gradient of the bias.",

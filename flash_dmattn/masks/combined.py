@@ -29,9 +29,10 @@ def intersection(a: KeyIntervalMask, b: KeyIntervalMask) -> KeyIntervalMask:
 
 
 def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
-    require_dense("b of a & b", b)
+    name = "the tensor of mask & tensor"
+    require_dense(name, b)
     if b.dtype != torch.bool:
-        raise TypeError(f"b of a & b must be a KeyIntervalMask or a bool tensor, got {names([b.dtype])}")
+        raise TypeError(f"{name} must be bool, got {names([b.dtype])}")
     if b.ndim == 4 and not a.is_varlen:
         rows = a.rows if a.rows is not None else b.shape[2] if b.shape[2] > 1 else a.keys
         heads = max(a.heads, b.shape[1])
@@ -42,16 +43,16 @@ def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
             and is_one_of(b.shape[3], a.keys, 1)
         )
         if fits:
-            require_device("b of a & b", b, a.device, "a")
+            require_device(name, b, a.device, "the mask")
             dense = a.to_dense(rows)
             return expand_shared(dense, len(dense), heads) & expand_shared(b, len(b), heads)
     if a.is_varlen:
-        raise ValueError(f"a & b of a bool tensor b needs a of fixed length {FIXED}, got shape {shape_of(a)}")
+        raise ValueError(f"mask & tensor needs a mask of fixed length {FIXED}, got shape {shape_of(a)}")
     sq = "Sq" if a.rows is None else a.rows
+    hint = "" if b.ndim == 4 else f": pass x[{', '.join(['None'] * (4 - b.ndim))}]" if b.ndim in (2, 3) else ""
     raise ValueError(
-        f"b of a & b must be a bool tensor ({{B|1}}, {{H|Hkv|1}}, {{{sq}|1}}, {{{a.keys}|1}}) for a of {a.batches} "
-        f"batch elements and {a.heads} heads, where equal batch sizes or 1 fit, and head counts of which one divides "
-        f"the other, got shape {shape_of(b)}"
+        f"{name} must be ({{B|1}}, {{H|Hkv|1}}, {{{sq}|1}}, {{{a.keys}|1}}), got shape {shape_of(b)} with a mask of "
+        f"{a.batches} batch elements and {a.heads} heads{hint}"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ class KeyLists(Container, Mask):
         require_bool("is_causal", is_causal)
         if seqlen_k is None:
             if len(mask.shape) == 2:
-                raise ValueError("seqlen_k must be given of variable length: the longest sequence of keys")
+                raise ValueError("seqlen_k must be given for variable length, got None: the longest sequence of keys")
             seqlen_k = mask.shape[-1]
         seqlen_k = require_length("seqlen_k", seqlen_k)
         mask = as_mask(mask)
@@ -293,6 +294,14 @@ class KeyLists(Container, Mask):
         if not isinstance(index, slice):
             raise TypeError(f"lists are indexed by an int or a slice, got {type(index).__name__}")
         return replace(self, kv_indptr=self.kv_indptr[:, index].contiguous(), mask=self.mask[index])
+
+    def __and__(self, other: object) -> NoReturn:
+        raise TypeError("KeyLists cannot be combined: combine masks, then build the lists of the result")
+
+    __rand__ = __or__ = __ror__ = __and__
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError("~lists of KeyLists are no KeyLists: use ~lists.to_dense()")
 
     def __repr__(self) -> str:
         causal, room = ", causal" if self.is_causal else "", self.kv_indices.shape[0]

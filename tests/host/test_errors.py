@@ -26,6 +26,16 @@ def call(query=Q, key=K, value=V, *args, **kwargs):
 
 FIXED = {
     "query is no tensor": (lambda: call([1.0]), TypeError, "query must be a torch.Tensor, got list"),
+    "a list of masks": (
+        lambda: call(attn_mask=[KeyIntervalMask.causal(5, 5)]),
+        TypeError,
+        "attn_mask must be .*, got list$",
+    ),
+    "scale is a list": (
+        lambda: call(softmax_scale=[1.0] * 4),
+        TypeError,
+        r"softmax_scale must be a number, got list: pass torch.as_tensor\(softmax_scale\)",
+    ),
     "key is no tensor": (lambda: call(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
     "query of 3 dimensions": (
         lambda: call(Q[0]),

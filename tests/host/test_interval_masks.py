@@ -229,7 +229,7 @@ ERRORS = {
     "& lengths": (lambda: MASK & KeyIntervalMask(INTERVALS[0], INTERVALS[0]), ValueError, "needs masks"),
     "& devices": (lambda: MASK & MASK.to("meta"), RuntimeError, "same device, got cpu and meta"),
     "& type": (lambda: MASK & 1, TypeError, "unsupported operand"),
-    "& bool": (lambda: MASK & INTERVALS, TypeError, r"must be a KeyIntervalMask or a bool tensor, got int32"),
+    "& bool": (lambda: MASK & INTERVALS, TypeError, "the tensor of mask & tensor must be bool, got int32"),
     "| gap": (
         lambda: KeyIntervalMask(INTERVALS, INTERVALS + 1) | KeyIntervalMask(INTERVALS + 2, INTERVALS + 3),
         ValueError,

@@ -302,7 +302,7 @@ ERRORS = {
     "lists of variable length without a length": (
         lambda: KeyLists.build(rand_mask(5, 1), 5, None, False, CU, CU),
         ValueError,
-        "seqlen_k must be given of variable length",
+        "seqlen_k must be given for variable length, got None",
     ),
     "lists of a mask of other keys": (
         lambda: KeyLists.build(KeyIntervalMask.causal(4, 4), 4, 5),
@@ -440,3 +440,11 @@ def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
     rows = torch.randn(4096, 1, 8)
     ours = flash_dmattn_varlen_func(rows, rows, rows, lists, None, cu, cu, 131072, 131072)
     torch.testing.assert_close(ours, flash_dmattn_varlen_func(rows, rows, rows, mask, None, cu, cu, 16, 16))
+
+
+@pytest.mark.parametrize("combine", [lambda a, b: a & b, lambda a, b: b & a, lambda a, b: a | b, lambda a, b: ~a])
+@pytest.mark.parametrize("other", [KeyIntervalMask.causal(4, 4), torch.ones(4, 4, dtype=torch.bool)])
+def test_lists_are_not_combined(combine, other):
+    lists = KeyLists.build(KeyIntervalMask.causal(4, 4), 4)
+    with pytest.raises(TypeError, match="KeyLists cannot be combined: combine masks|use ~lists.to_dense"):
+        combine(lists, other)

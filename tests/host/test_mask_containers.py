@@ -177,8 +177,8 @@ def test_and_with_a_bool_tensor_that_does_not_fit(mask):
     a = rand_intervals(2, 2, 9, rows=9)
     a = KeyIntervalMask(a.start, a.end, rows=9)
     message = (
-        r"b of a & b must be a bool tensor \({B\|1}, {H\|Hkv\|1}, {9\|1}, {9\|1}\) for a of 2 batch elements and 2 "
-        rf"heads.*, got shape \({mask.shape[0]}, "
+        r"the tensor of mask & tensor must be \({B\|1}, {H\|Hkv\|1}, {9\|1}, {9\|1}\), got shape "
+        rf"\({mask.shape[0]}, .* with a mask of 2 batch elements and 2 heads"
     )
     with pytest.raises(ValueError, match=message):
         a & mask
@@ -186,12 +186,14 @@ def test_and_with_a_bool_tensor_that_does_not_fit(mask):
 
 def test_and_with_other_tensors():
     a = rand_intervals(2, 2, 9, rows=9)
-    with pytest.raises(TypeError, match="b of a & b must be a KeyIntervalMask or a bool tensor, got float32"):
+    with pytest.raises(ValueError, match=r"got shape \(9, 9\) .*: pass x\[None, None\]"):
+        torch.ones(9, 9, dtype=torch.bool) & a
+    with pytest.raises(TypeError, match="the tensor of mask & tensor must be bool, got float32"):
         a & torch.ones(2, 2, 9, 9)
-    with pytest.raises(RuntimeError, match="b of a & b must be on a's device cpu, got meta"):
+    with pytest.raises(RuntimeError, match="the tensor of mask & tensor must be on the mask's device cpu, got meta"):
         a & rand_mask(2, 2, 9, 9, device="meta")
     start = torch.zeros(9, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="a & b of a bool tensor b needs a of fixed length"):
+    with pytest.raises(ValueError, match="mask & tensor needs a mask of fixed length"):
         KeyIntervalMask(start, start) & rand_mask(1, 1, 9, 9)
 
 

@@ -75,8 +75,8 @@ def test_gradients():
 
 OUT, LSE = torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5)
 ERRORS = {
-    "no chunk": (([], []), ValueError, "outs and lses must be of the same chunks, at least one, got 0 and 0"),
-    "an lse too few": (([OUT, OUT], [LSE]), ValueError, "of the same chunks, at least one, got 2 and 1"),
+    "no chunk": (([], []), ValueError, "outs and lses must have one tensor for each chunk, at least one, got 0 and 0"),
+    "an lse too few": (([OUT, OUT], [LSE]), ValueError, "one tensor for each chunk, at least one, got 2 and 1"),
     "no sequence": ((None, None), TypeError, "outs must be a sequence of tensors, got NoneType"),
     "a list": (([OUT], [[0.0]]), TypeError, r"lses\[0\] must be a torch.Tensor, got list"),
     "integers": (([OUT], [LSE.int()]), TypeError, r"lses\[0\] must be floating, got int32"),

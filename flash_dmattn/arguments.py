@@ -40,12 +40,12 @@ def as_tensor_hint(name: str, value: object) -> str:
     """The end of an error for NumPy arrays and sequences in place of tensors."""
     if isinstance(value, (Tensor, int, numbers.Integral)):  # also an int of a traced graph, which has no attributes
         return ""
-    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+    if isinstance(value, (list, tuple)):  # not of masks
+        converts = all(isinstance(x, (list, tuple, numbers.Number)) or hasattr(x, "__array__") for x in value)
+    else:
+        converts = hasattr(value, "__array__")
+    if not converts:
         return ""
-    if isinstance(value, (list, tuple)) and not all(
-        isinstance(item, (list, tuple, numbers.Number)) or hasattr(item, "__array__") for item in value
-    ):
-        return ""  # a list of masks
     dtype = ", dtype=torch.int32" if name.startswith(INT32_ARGUMENTS) else ""  # as_tensor makes int64
     return f": pass torch.as_tensor({name}{dtype})"
 
@@ -155,12 +155,14 @@ def require_max_seqlen(name: str, value: object) -> int:
     return require_length(name, value)
 
 
-def require_number(name: str, value: object) -> None:
+def require_number(name: str, value: object, or_tensor: bool = False) -> None:
+    """or_tensor: whether the argument may also be a tensor, which the caller tests before."""
     if type(value) in (float, int):  # the common case: an abstract class takes longer
         return
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
     if not is_number:
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}{as_tensor_hint(name, value)}")
+        hint = as_tensor_hint(name, value) if or_tensor else ""
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
 
 
 def require_bool(name: str, value: object) -> None:

@@ -71,7 +71,7 @@ def check_options(call: Call) -> None:
         bounds = {name: getattr(call.varlen, name) for name in ("max_seqlen_q", "max_seqlen_k")}
         call.varlen = call.varlen._replace(**{name: require_max_seqlen(name, bound) for name, bound in bounds.items()})
     if call.softmax_scale is not None and not isinstance(call.softmax_scale, Tensor):
-        check_finite("softmax_scale", call.softmax_scale)
+        check_finite("softmax_scale", call.softmax_scale, or_tensor=True)
     check_softcap(call.softcap)
     require_bool("is_causal", call.is_causal)
     require_bool("deterministic", call.deterministic)
@@ -123,8 +123,8 @@ def refuse_offsets_as_mask(mask: object) -> None:
         )
 
 
-def check_finite(name: str, value: float) -> None:
-    require_number(name, value)
+def check_finite(name: str, value: float, or_tensor: bool = False) -> None:
+    require_number(name, value, or_tensor)
     if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # the kernels compute with it in float32
         raise ValueError(f"{name} must be finite in float32, got {value}")
 

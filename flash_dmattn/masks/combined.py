@@ -49,7 +49,7 @@ def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
     if a.is_varlen:
         raise ValueError(f"mask & tensor needs a mask of fixed length {FIXED}, got shape {shape_of(a)}")
     sq = "Sq" if a.rows is None else a.rows
-    hint = "" if b.ndim == 4 else f": pass x[{', '.join(['None'] * (4 - b.ndim))}]" if b.ndim in (2, 3) else ""
+    hint = f": pass x[{', '.join(['None'] * (4 - b.ndim))}]" if b.ndim in (2, 3) else ""
     raise ValueError(
         f"{name} must be ({{B|1}}, {{H|Hkv|1}}, {{{sq}|1}}, {{{a.keys}|1}}), got shape {shape_of(b)} with a mask of "
         f"{a.batches} batch elements and {a.heads} heads{hint}"

@@ -36,6 +36,7 @@ FIXED = {
         TypeError,
         r"softmax_scale must be a number, got list: pass torch.as_tensor\(softmax_scale\)",
     ),
+    "softcap is a list": (lambda: call(softcap=[1.0]), TypeError, "softcap must be a number, got list$"),
     "key is no tensor": (lambda: call(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
     "query of 3 dimensions": (
         lambda: call(Q[0]),

@@ -58,14 +58,12 @@ private:
         ScoresOperand probs, dscores;
         // A test before the loop and one at its end, so that wgmma groups stay in flight from one step to the next.
         if (wait_for_m_block()) {
-            bool has_next;
             do {
                 if (header_.head != head) {
                     if (head >= 0) end_head(head);
                     begin_head(head = header_.head);
                 }
-                has_next = step(scores, dprobs, probs, dscores);
-            } while (has_next);
+            } while (step(scores, dprobs, probs, dscores));
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dk_);
             if (p_.deterministic) {

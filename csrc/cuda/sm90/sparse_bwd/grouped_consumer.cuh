@@ -81,11 +81,10 @@ private:
     // step.
     __device__ __forceinline__ void step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
                                          ScoresOperand& dscores, int i) {
-        const bool has_empty_rows = has_empty_rows_;
-        if (has_empty_rows) zero_empty_rows(query());
+        if (has_empty_rows_) zero_empty_rows(query());
         tiled_mma_.gemm_scores(scores, smem_.key, query());
         dout_pipeline_.consumer_wait();
-        if (has_empty_rows) zero_empty_rows(dout());
+        if (has_empty_rows_) zero_empty_rows(dout());
         tiled_mma_.gemm_scores(dprobs, smem_.value, dout());
         if constexpr (Traits::kSharesKeys) finish_previous_dkv<2>(i > 0);
         VisibleRowBits visible_rows[kScoreRows / 32];

@@ -46,6 +46,8 @@ WORKLOADS = {
         dense("dense bias [1,H,S,S]", 2, 16, 4096, 64, bias="1 H Sq Sk"),
         dense("dense bias [1,H,S,S]", 2, 16, 4096, 128, bias="1 H Sq Sk"),
         dense("dense bias [B,H,S,S]", 2, 16, 4096, 128, bias="B H Sq Sk"),
+        dense("dense bias [B,1,S,S]", 2, 16, 4096, 128, bias="B 1 Sq Sk"),
+        dense("dense bias [1,H,S,S]", 16, 16, 1024, 64, bias="1 H Sq Sk"),
         dense("key bias", 2, 16, 4096, 128, bias="B H 1 Sk"),
         dense("pair bias [1,H,S,S], key mask", 384, 4, 384, 32, mask="B 1 1 Sk", bias="1 H Sq Sk"),
         dense("bool mask of the keys of largest bias", 1, 32, 8192, 128, window=1024, **TOP_W),

@@ -88,7 +88,7 @@ struct BwdTiling {
     // dbias is reduced in m_block x n_block tiles, where dense_dbias is kAtomic or kRecompute, and with pair bias:
     int64_t dbias_tiles = 0;   // of all heads and batch elements of dbias; pair bias: m_blocks of them
     int64_t dbias_splits = 1;  // CTAs among which the batch elements and heads of a tile are split
-    int64_t dbias_run = 1;     // kRecompute: consecutive n_blocks of a CTA
+    int64_t dbias_run = 1;     // sm80, kRecompute: consecutive n_blocks of a CTA
     // Where keys are gathered by lists:
     int64_t qheads_per_tile = 1;   // sm80: query heads of a CTA, each with an equal share of its rows
     int64_t list_splits = 0;       // sm90: CTAs that share a list for all heads of a GQA group; 0: a CTA has one head

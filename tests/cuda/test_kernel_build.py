@@ -409,6 +409,7 @@ HOPPER_SHARED_MEMORY = """
 
 #include "cuda/sm90/bwd/shared_storage.cuh"
 #include "cuda/sm90/fwd/shared_storage.cuh"
+#include "cuda/sm90/dbias/shared_storage.cuh"
 #include "cuda/sm90/decode/shared_storage.cuh"
 #include "cuda/sm90/sparse_bwd/grouped_shared_storage.cuh"
 #include "cuda/sm90/sparse_bwd/per_head_shared_storage.cuh"
@@ -447,7 +448,9 @@ struct Backward {
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim) print<>("bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
+#define BACKWARD(T, kHeadDim)                               \\
+    print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>>( \\
+        "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 template <typename T, int kHeadDim>
 using Grouped = GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>;
 template <typename T, int kHeadDim>

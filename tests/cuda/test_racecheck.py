@@ -35,6 +35,7 @@ READ_WRITE = frozenset({"Read", "Write"})
 ACCEPTED = {
     Race("fwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),  # stored_rows: gathered keys
     Race("bwd_kernel", READ_WRITE): ("stored_metadata", "stored_rows"),
+    Race("dbias_kernel", READ_WRITE): ("stored_rows",),
     Race("pair_bias_fwd_kernel", READ_WRITE): ("zeroed_rows",),
     Race("pair_bias_dq_dbias_kernel", READ_WRITE): ("zeroed_rows",),
     Race("pair_bias_dkdv_kernel", READ_WRITE): ("zeroed_rows",),

@@ -73,12 +73,6 @@ def test_other_key_lists_fall_back_to_sm80(head_dim, pairs):
     assert generations(tensors, mask, bias, sparse="lists")[1] == {"sm80"}
 
 
-@pytest.mark.parametrize("batch, generation", [(2, "sm90"), (3, "sm90"), (8, "sm90"), (9, "sm80")])
-def test_a_dense_dbias_is_shared_by_up_to_8_batch_elements(batch, generation):
-    tensors, bias = on_gpu(batch, 200, 264, 4, 2, 128), randn(1, 4, 200, 264)
-    assert generations(tensors, None, bias)[1] == {generation}
-
-
 def test_sm90_is_selected_automatically_for_long_sequences(monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})

@@ -124,6 +124,10 @@ private:
         }
         to_a_operand<T>(scores, probs);
         to_a_operand<T>(dprobs, dscores);
+        if (kBias == BiasKind::kDense && Base::has_masked_keys_) {
+            Base::zero_masked_keys(probs);
+            Base::zero_masked_keys(dscores);
+        }
         if constexpr (Traits::kSharesKeys) {
             gemm_dkv_dq_of_shared_keys(probs, dscores, dprobs);
             return wait_for_next_m_block();

@@ -90,10 +90,13 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
     typename BwdTiledMma<Traits>::DqFragment dq;
 #pragma unroll
     for (int n = 0; n < Layout::kFragments; ++n) {
-        auto& accum = *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0));
-        const float4 x = accum;
-        if (clears) accum = {};
+        const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
+    }
+    if (clears) {  // after all loads: none may move across a store
+#pragma unroll
+        for (int n = 0; n < Layout::kFragments; ++n)
+            *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0)) = {};
     }
     T* to = query_rows<T>(p.dquery, s, head) + tiled_mma.dq_col();
 #pragma unroll

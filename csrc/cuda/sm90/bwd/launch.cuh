@@ -4,6 +4,7 @@
 #include "cuda/common/launch.h"
 #include "cuda/common/shared_memory.h"
 #include "cuda/arch/tensor_map.h"
+#include "cuda/sm90/dbias/launch.cuh"
 #include "cuda/sm90/relative_bias.h"
 #include "plan.h"
 #include "kernel.cuh"
@@ -22,7 +23,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     if constexpr (kBias == BiasKind::kDense) {
         constexpr int kScoresSlab = Traits::ScoresTile::kSlabCols;
         maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
-        if (p.dense_dbias != DenseDbias::kNone)
+        if (stores_dbias(p))
             maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows, 1, 1});
     }
     const BwdScale scale(p);
@@ -51,7 +52,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& p, cudaStream_t stream) {
+void run_main_kernel(const BwdArgs& p, cudaStream_t stream) {
     using Traits = BwdKernelTraits<T, kHeadDim>;
     switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
@@ -60,6 +61,12 @@ void run_bwd(const BwdArgs& p, cudaStream_t stream) {
         case BiasKind::kRelative: return launch_bwd<Traits, BiasKind::kRelative>(p, stream);
         case BiasKind::kRelativeGrid: return launch_bwd<Traits, BiasKind::kRelativeGrid>(p, stream);
     }
+}
+
+template <typename T, int kHeadDim>
+void run_bwd(const BwdArgs& p, cudaStream_t stream) {
+    run_main_kernel<T, kHeadDim>(p, stream);
+    if (p.dense_dbias == DenseDbias::kRecompute) recompute_dbias<T, kHeadDim>(p, stream);
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -8,9 +8,11 @@
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
 #include "cuda/sm80/bwd/plan.h"
+#include "cuda/sm90/dbias/kernel_traits.h"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
+#include "cuda/sm90/splits.h"
 #include "cuda/sm90/tile_sizes.h"
 #include "kernels.h"  // generated
 #include "workspace.cuh"
@@ -36,14 +38,27 @@ bool can_store_dbias(const BwdParams& p) {
     return p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && is_tma_compatible(dense_bias_layout(p, p.dbias));
 }
 
-// Which kernel writes the gradient of a dense bias; kNone where none can. A softcap makes ds differ from dx.
+// Which kernel writes the gradient of a dense bias; kNone where none can.
 DenseDbias plan_dense_dbias(const BwdParams& p) {
-    if (!can_store_dbias(p) || p.softcap != 0) return DenseDbias::kNone;
-    if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
-    // Each addition rounds to the bias's dtype: the error grows with the number of addends.
-    constexpr int64_t kMaxAddends = 8;
-    if (p.dbias.batch_group_size <= kMaxAddends) return DenseDbias::kSerialReduce;
-    return DenseDbias::kNone;
+    if (can_store_dbias(p) && p.softcap == 0) {  // with a softcap ds, which the main kernel has, is not dx
+        if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
+        // Each addition rounds to the bias's dtype: the error grows with the number of addends.
+        constexpr int64_t kMaxAddends = 8;
+        if (p.dbias.batch_group_size <= kMaxAddends) return DenseDbias::kSerialReduce;
+    }
+    // Where nothing is shared sm80's main kernel stores dx, without a second one.
+    const bool is_shared = p.dbias.heads < p.heads || p.dbias.batch_group_size > 1;
+    const bool can_recompute = is_shared && is_tma_compatible(dense_bias_layout(p, p.dbias));
+    return can_recompute ? DenseDbias::kRecompute : DenseDbias::kNone;
+}
+
+void plan_recompute_dbias(const BwdParams& p, int head_dim, BwdPlan& plan) {
+    constexpr int64_t kMaxWaves = 16;
+    const int64_t contributors = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
+    plan.dbias_tiles = count_dbias_tiles(p, head_dim);
+    plan.dbias_splits = choose_splits(plan.dbias_tiles, contributors, kMaxWaves);
+    const int64_t partial_tiles = plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles : 0;
+    plan.dbias_partials = plan.allocate<float>(partial_tiles * kDbiasRows * dbias_keys(head_dim));
 }
 
 // Whether the pair bias kernels can store dbias, by ordinary stores: a float32 one is contiguous.
@@ -66,7 +81,7 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     plan.preprocess_delta = false;
     plan.adds_drelative_bias = false;
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
-    plan.dbias_splits = pair_bias_splits(plan.dbias_tiles, p.bias.batch_group_size);
+    plan.dbias_splits = choose_splits(plan.dbias_tiles, p.bias.batch_group_size);
     const int64_t blocks = p.dbias.present() ? plan.dbias_splits * plan.dbias_tiles * pair_bias_dq_n_blocks(p) : 0;
     plan.dbias_partials = plan.allocate<float>(blocks * kPairBiasDbiasBlockSize);
     return true;
@@ -133,9 +148,8 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
     if (p.bias.kind == BiasKind::kDense && p.dbias.present()) {
-        const DenseDbias dense_dbias = plan_dense_dbias(p);
-        if (dense_dbias == DenseDbias::kNone) return false;
-        plan.dense_dbias = dense_dbias;
+        plan.dense_dbias = plan_dense_dbias(p);
+        if (plan.dense_dbias == DenseDbias::kNone) return false;
     }
     plan.launch = kernel->value;
     const auto [rows, keys] = bwd_tile_sizes(kernel->head_dim);
@@ -151,6 +165,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     // CTAs that take work tiles from a counter may wait for those of lower index: these have started.
     if (p.deterministic || is_serial) plan.tile_count_semaphore = plan.allocate<int32_t>(1);
     plan.zeroed_bytes = plan.workspace_bytes;
+    if (plan.dense_dbias == DenseDbias::kRecompute) plan_recompute_dbias(p, kernel->head_dim, plan);
     return true;
 }
 
@@ -161,8 +176,10 @@ bool should_use_bwd(const BwdParams& params) {
     const BwdParams p = with_dense_bias(params);
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);
-    const bool shares_dbias = p.bias.kind == BiasKind::kDense && p.dbias.present() && p.dbias.batches < p.batch;
-    if (shares_dbias && p.head_dim <= 64) return p.seqlen_k >= 256;
+    if (p.bias.kind == BiasKind::kDense && p.dbias.present()) {
+        if (plan_dense_dbias(p) == DenseDbias::kRecompute) return p.seqlen_k >= (p.head_dim > 32 ? 192 : 256);
+        if (p.dbias.batches < p.batch && p.head_dim <= 64) return p.seqlen_k >= 256;
+    }
     return p.head_dim > 32 || p.seqlen_k >= 512;
 }
 

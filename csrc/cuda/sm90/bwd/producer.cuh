@@ -268,7 +268,7 @@ private:
     // The mainloop skips m_blocks that see no key of the n_block. Their dbias is 0 before another batch element adds to
     // it.
     __device__ void clear_masked_dbias() const {
-        if (p_.dense_dbias == DenseDbias::kNone || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
+        if (!stores_dbias(p_) || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
         for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
             if (!is_active) clear_dbias(head, m_block);
         });

@@ -88,6 +88,20 @@ protected:
             if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
             if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }
+        if (p_.packed_mask.present() && masks_keys()) {
+            const uint32_t* words = mask_words(p_, s, head) + work_tile_.n_block * Traits::kWords;
+            visible_keys_ = words[warp_key_ / 32] >> (warp_key_ % 32 + fragment_row());
+            has_masked_keys_ = __any_sync(~0u, (visible_keys_ & 0x101) != 0x101);
+        }
+    }
+
+    // Zeros P or dS, in 16 bits, of this lane's keys that a mask without rows masks: one selection for two scores.
+    __device__ __forceinline__ void zero_masked_keys(typename TiledMma::ScoresOperand& scores) const {
+#pragma unroll
+        for (int k = 0; k < Traits::kScoreRows / 16; ++k)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (!(visible_keys_ >> i % 2 * 8 & 1)) scores[k][i] = 0;
     }
 
     __device__ bool has_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
@@ -138,7 +152,13 @@ protected:
     }
 
 private:
-    __device__ bool has_bits() const { return p_.packed_mask.present() && !header_.is_full_block; }
+    // With a dense bias: whether a packed mask does not differ by row. zero_masked_keys takes its place.
+    __device__ bool masks_keys() const { return kBias == BiasKind::kDense && p_.packed_mask.row_broadcast(); }
+    __device__ bool has_bits() const {
+        // Without a mask the row stride is 0, too.
+        const bool has_mask = kBias == BiasKind::kDense ? !masks_keys() : p_.packed_mask.present();
+        return has_mask && !header_.is_full_block;
+    }
     // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
     // causality, lengths or intervals. has_bits: the packed mask has some 0.
     template <typename Compute>
@@ -240,6 +260,8 @@ protected:
     typename MBlockInfo::Header header_;    // of the current m_block
     RelativeBiasLane relative_bias_lane_;
     RowRange rows_[2];    // that may see each key
+    bool has_masked_keys_ = false;  // of the warp, for zero_masked_keys
+    uint32_t visible_keys_;         // of this lane, bits 0 and 8
     float bias_[2] = {};  // times log2(e)
     float dbias_[2] = {};
 };

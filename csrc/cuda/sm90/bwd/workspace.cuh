@@ -6,6 +6,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Whether the main kernel stores the gradient of a dense bias.
+constexpr __host__ __device__ bool stores_dbias(const BwdArgs& p) {
+    return p.dense_dbias == DenseDbias::kDirect || p.dense_dbias == DenseDbias::kSerialReduce;
+}
+
 // The number of batch elements, of consecutive work tiles, that reduce the gradient of a dense bias serially, else 1.
 constexpr __host__ __device__ int64_t serial_group_size(const BwdArgs& p) {
     return p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;

@@ -5,13 +5,11 @@
 // over the batch elements that share them. The bias is in the dtype of Q or in float32.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "params.h"
 #include "cuda/common/basics.cuh"
-#include "cuda/common/device.h"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -67,23 +65,6 @@ inline int64_t pair_bias_fwd_max_seqlen_k(const AttentionParams& p) {
     return kPairBiasFwdTiles[has_float32_bias(p) ? 2 : 1].max_keys;
 }
 
-// The number of CTAs among which the batch elements that share a bias are split. `tiles`: m_blocks (or n_blocks) of all
-// heads and biases. The CTAs of a split loop over the same batch elements at the same time, so that the L2 cache serves
-// Q, K and V.
-inline int64_t pair_bias_splits(int64_t tiles, int64_t batch_group_size) {
-    constexpr int64_t kMaxWaves = 4;
-    const int64_t num_sms = current_device().num_sms;
-    const int64_t max_splits = std::min(batch_group_size, std::max<int64_t>(kMaxWaves * num_sms / tiles, 1));
-    int64_t best = 1, least = INT64_MAX / 64;
-    for (int64_t splits = 1; splits <= max_splits; ++splits) {
-        const int64_t steps = ceil_div(tiles * splits, num_sms) * ceil_div(batch_group_size, splits);  // of an SM
-        // Each split loads the biases and stores the gradients again: it must save 2 %.
-        if (steps * 50 >= least * 49) continue;
-        best = splits;
-        least = steps;
-    }
-    return best;
-}
 // The kernel of dQ and dbias: m_blocks of all heads and biases, and n_blocks of 64 keys, an even number.
 inline int64_t pair_bias_dq_m_blocks(const AttentionParams& p) {
     return ceil_div<int64_t>(p.seqlen_q, kPairBiasRows) * p.heads * p.bias.batches;

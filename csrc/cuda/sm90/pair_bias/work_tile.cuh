@@ -7,6 +7,7 @@
 #include "cuda/arch/smem_descriptor.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/plan.h"
+#include "cuda/sm90/splits.h"
 #include "config.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -25,7 +26,7 @@ struct PairBiasSchedule {
           scale(static_cast<float>(p.softmax_scale)) {}
     PairBiasSchedule(const AttentionParams& p, int64_t num_blocks, int64_t bias_blocks)
         : PairBiasSchedule(p, num_blocks, bias_blocks,
-                           pair_bias_splits(num_blocks * p.heads * p.bias.batches, p.bias.batch_group_size)) {}
+                           choose_splits(num_blocks * p.heads * p.bias.batches, p.bias.batch_group_size)) {}
 
     int64_t num_ctas(const AttentionParams& p) const { return num_blocks * p.heads * p.bias.batches * num_splits; }
 };

@@ -1,0 +1,43 @@
+// The recompute kernel of dbias, for a dense bias that many batch elements or several heads share.
+//
+// A CTA owns a tile of dbias. It loops over the contributors, recomputes P and dP of each, and sums dx in float32
+// registers: no atomics, and nothing of the size [B, H, Sq, Sk].
+#pragma once
+
+#include "cuda/arch/grid_dependency.cuh"
+#include "cuda/mask/device_dispatch.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
+
+namespace flash_dmattn::cuda::sm90 {
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    dbias_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ DbiasTensorMaps maps,
+                 const __grid_constant__ BwdScale scale) {
+    grid_dependency_sync();
+    if (is_inactive(p)) return;
+    auto& smem = init_shared_storage<DbiasSharedStorage<Traits>>();
+    const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
+    if (threadIdx.x < kWarpgroupThreads) {
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+        DbiasProducer<Traits>(p, maps, smem, work_tile).run();
+    } else {
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+        DbiasConsumer<Traits>(p, scale, smem, work_tile).run();
+    }
+}
+
+// Adds up the splits of each tile in their order.
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
+    sum_dbias_splits_kernel(const __grid_constant__ BwdArgs p) {
+    grid_dependency_sync();
+    if (is_inactive(p)) return;
+    const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
+    DbiasSums<Traits> sums(p, work_tile, static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+    for (int split = 0; split < p.dbias_splits; ++split) sums.add_partial(split);
+    sums.store();
+}
+
+}  // namespace flash_dmattn::cuda::sm90

@@ -1,0 +1,141 @@
+"""The sm90 kernel that recomputes the gradient of a dense bias, which more contributors share than the main kernel adds."""
+
+import pytest
+import torch
+from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
+from helpers import NAMES, check, in_float64, reference, run
+from sm90 import key_mask, kernels_of, offsets
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
+
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+
+
+def recomputes(tensors, bias, **options):
+    names = kernels_of(tensors, None, bias, **options)[1]
+    return "dbias_kernel" in names and "sm80" not in names
+
+
+def test_which_calls_use_it():
+    def served(batch, batches, heads, **options):
+        return recomputes(on_gpu(batch, 200, 264, 4, 2, 64), randn(batches, heads, 200, 264), **options)
+
+    assert served(9, 1, 4) and served(18, 2, 4) and served(9, 1, 4, deterministic=True, is_causal=True)
+    assert served(2, 2, 2) and served(2, 2, 1) and served(2, 1, 1)  # heads share the bias
+    assert served(2, 1, 4, softcap=4.0)
+    assert not served(8, 1, 4) and not served(2, 2, 4) and not served(2, 2, 4, softcap=4.0)
+
+
+@pytest.mark.parametrize("head_dim, least", [(32, 256), (64, 192), (128, 192)])
+def test_it_is_selected_automatically_from_a_length_on(head_dim, least, monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    for keys in (least - 8, least):
+        tensors, bias = on_gpu(9, 72, keys, 4, 2, head_dim), randn(1, 4, 72, keys)
+        assert recomputes(tensors, bias) == (keys == least)
+
+
+@CAUSAL
+@pytest.mark.parametrize("rows, keys", [(300, 440), (440, 300), (2, 264), (129, 8), (128, 128)])
+@HEAD_DIMS
+def test_lengths(head_dim, rows, keys, causal):
+    """Tiles that reach beyond the rows and the keys, and rows that causality leaves no key."""
+    check(on_gpu(10, rows, keys, 2, 1, head_dim), None, randn(1, 2, rows, keys), is_causal=causal)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize("kind", ["keys", "scores", "intervals"])
+@HEAD_DIMS
+def test_masks(head_dim, kind, softcap):
+    """Contributors see different blocks, the first one nothing at all."""
+    tensors, bias = on_gpu(10, 300, 440, 4, 2, head_dim), randn(2, 2, 300, 440)
+    if kind == "keys":
+        mask = key_mask(10, 2, 440)
+    elif kind == "scores":
+        mask = mask_of(10, 4, 300, 440)
+        mask[0] = mask[1, :, :256] = mask[2, :, :, 128:] = False
+        mask[3:] |= torch.rand(7, 1, 1, 1, device="cuda") < 0.5  # full blocks
+    else:
+        mask = intervals(10, 2, 440, rows=300)
+    check(tensors, mask, bias, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("batch, heads", [(300, 2), (33, 8)])
+def test_splits_of_the_contributors(batch, heads, dtype):
+    """One or two tiles: the contributors are split among CTAs, whose sums a second kernel adds up."""
+    tensors = [x.to(dtype) for x in on_gpu(batch, 130, 72, heads, heads, 64)]
+    check(tensors, None, randn(1, 1, 130, 72, dtype=dtype))
+    check(tensors, key_mask(batch, 1, 72), randn(1, heads, 130, 72, dtype=dtype))
+
+
+@CAUSAL
+@pytest.mark.parametrize("heads", [8, 1])
+def test_the_gradient_is_repeatable(heads, causal):
+    leaves = [x.requires_grad_() for x in (*on_gpu(16, 300, 440, 8, 4, 64), randn(1, heads, 300, 440))]
+    mask = mask_of(16, 1, 300, 440)
+    mask[1::2, :, :128] = False
+    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=causal)
+    dout = torch.randn_like(out)
+    first, *others = (torch.autograd.grad(out, leaves[3], dout, retain_graph=True)[0] for _ in range(5))
+    assert first.isfinite().all() and first.any()
+    assert all(torch.equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@HEAD_DIMS
+def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, poisoned_allocations):
+    """The rows and keys that a contributor does not see, and the biases that no contributor sees."""
+    batch, rows, keys = 10, 300, 264
+    masked_rows = torch.rand(batch, rows, device="cuda") < (0.2 if by_row else 0)
+    masked_keys = torch.rand(batch, keys, device="cuda") < 0.2
+    masked_rows[1, :130] = by_row
+    masked_keys[0, 120:] = masked_keys[:, 200:210] = True
+    mask = ~masked_keys[:, None, None, :]
+    if by_row:
+        mask = mask & ~masked_rows[:, None, :, None]
+    query, key, value = on_gpu(batch, rows, keys, 4, 2, head_dim)
+    dout, dlse = torch.randn_like(query) / 8, torch.randn(batch, 4, rows, device="cuda") / 8
+    bias = randn(1, 4, rows, keys)
+
+    def results(fill):
+        of_rows, of_keys = masked_rows[:, :, None, None], masked_keys[:, :, None, None]
+        tensors = [x.masked_fill(of, fill) for x, of in ((query, of_rows), (key, of_keys), (value, of_keys))]
+        filled = dout.masked_fill(of_rows, fill), dlse.masked_fill(masked_rows[:, None], fill)
+        return run(flash_dmattn_func, tensors, mask, bias.masked_fill(~mask.any(0), fill), *filled)
+
+    clean, dirty = results(0), results(torch.nan)
+    for name, x, y in zip(NAMES, dirty, clean):
+        assert not x.isnan().any(), name
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
+    assert (dirty[5][~mask.any(0).expand(1, 4, rows, keys)] == 0).all()
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_whose_heads_share_a_bias(head_dim, causal):
+    lengths = [100, 0, 300, 256]
+    total, longest, cu_seqlens = sum(lengths), 304, offsets(lengths)
+    tensors, bias = [torch.randn(total, 4, head_dim, device="cuda").bfloat16() for _ in range(3)], randn(total, 1, longest)
+    leaves = [x.requires_grad_() for x in (*tensors, bias)]
+    dout = torch.randn_like(tensors[0]) / 8
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 300, "max_seqlen_k": longest}
+
+    def grads():
+        out = flash_dmattn_varlen_func(*leaves[:3], attn_bias=leaves[3], is_causal=causal, **options)
+        return torch.autograd.grad(out, leaves, dout)
+
+    dq, dk, dv, dbias = grads()
+    for begin, length in zip(cu_seqlens.tolist(), lengths):
+        rows = slice(begin, begin + length)
+        alone = [x[None, rows] for x in tensors], bias[rows, :, :length].permute(1, 0, 2)[None], dout[None, rows]
+        exact = run(
+            reference, [in_float64(x) for x in alone[0]], None, in_float64(alone[1]), alone[2].double(),
+            torch.zeros(1, 4, length, device="cuda", dtype=torch.float64), is_causal=causal,
+        )  # fmt: skip
+        assert not dbias[rows, :, length:].any()
+        for ours, right in ((dq, exact[2]), (dk, exact[3]), (dv, exact[4])):
+            torch.testing.assert_close(ours[None, rows].double(), right, rtol=2e-2, atol=2e-3)
+        ours = dbias[rows, :, :length].permute(1, 0, 2)[None]
+        torch.testing.assert_close(ours.double(), exact[5], rtol=2e-2, atol=4e-3)

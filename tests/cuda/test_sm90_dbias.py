@@ -1,10 +1,10 @@
-"""The sm90 kernel that recomputes the gradient of a dense bias, which more contributors share than the main kernel adds."""
+"""The sm90 kernel that recomputes the gradient of a dense bias that heads or many batch elements share."""
 
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
-from helpers import NAMES, check, in_float64, reference, run
-from sm90 import key_mask, kernels_of, offsets
+from helpers import NAMES, check, reference, run
+from sm90 import kernels_of, key_mask, offsets
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 
@@ -83,9 +83,10 @@ def test_the_gradient_is_repeatable(heads, causal):
     assert all(torch.equal(first, x) for x in others)
 
 
+@pytest.mark.parametrize("batches", [1, 10])
 @pytest.mark.parametrize("by_row", [False, True])
 @HEAD_DIMS
-def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, poisoned_allocations):
+def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, batches, poisoned_allocations):
     """The rows and keys that a contributor does not see, and the biases that no contributor sees."""
     batch, rows, keys = 10, 300, 264
     masked_rows = torch.rand(batch, rows, device="cuda") < (0.2 if by_row else 0)
@@ -97,19 +98,19 @@ def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, poisoned_allocation
         mask = mask & ~masked_rows[:, None, :, None]
     query, key, value = on_gpu(batch, rows, keys, 4, 2, head_dim)
     dout, dlse = torch.randn_like(query) / 8, torch.randn(batch, 4, rows, device="cuda") / 8
-    bias = randn(1, 4, rows, keys)
+    bias, hidden = randn(batches, 4, rows, keys), ~(mask if batches > 1 else mask.any(0, keepdim=True))
 
     def results(fill):
         of_rows, of_keys = masked_rows[:, :, None, None], masked_keys[:, :, None, None]
         tensors = [x.masked_fill(of, fill) for x, of in ((query, of_rows), (key, of_keys), (value, of_keys))]
         filled = dout.masked_fill(of_rows, fill), dlse.masked_fill(masked_rows[:, None], fill)
-        return run(flash_dmattn_func, tensors, mask, bias.masked_fill(~mask.any(0), fill), *filled)
+        return run(flash_dmattn_func, tensors, mask, bias.masked_fill(hidden, fill), *filled)
 
     clean, dirty = results(0), results(torch.nan)
     for name, x, y in zip(NAMES, dirty, clean):
         assert not x.isnan().any(), name
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
-    assert (dirty[5][~mask.any(0).expand(1, 4, rows, keys)] == 0).all()
+    assert (dirty[5][hidden.expand_as(bias)] == 0).all()
 
 
 @CAUSAL
@@ -117,25 +118,19 @@ def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, poisoned_allocation
 def test_packed_sequences_whose_heads_share_a_bias(head_dim, causal):
     lengths = [100, 0, 300, 256]
     total, longest, cu_seqlens = sum(lengths), 304, offsets(lengths)
-    tensors, bias = [torch.randn(total, 4, head_dim, device="cuda").bfloat16() for _ in range(3)], randn(total, 1, longest)
-    leaves = [x.requires_grad_() for x in (*tensors, bias)]
-    dout = torch.randn_like(tensors[0]) / 8
-    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 300, "max_seqlen_k": longest}
-
-    def grads():
-        out = flash_dmattn_varlen_func(*leaves[:3], attn_bias=leaves[3], is_causal=causal, **options)
-        return torch.autograd.grad(out, leaves, dout)
-
-    dq, dk, dv, dbias = grads()
+    shapes = [(total, 4, head_dim)] * 3 + [(total, 1, longest)]
+    leaves = query, key, value, bias = [randn(*shape).requires_grad_() for shape in shapes]
+    dout = randn(total, 4, head_dim) / 8
+    limits = {"max_seqlen_q": 300, "max_seqlen_k": longest}
+    options = {"attn_bias": bias, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **limits}
+    out = flash_dmattn_varlen_func(query, key, value, is_causal=causal, **options)
+    dbias = torch.autograd.grad(out, leaves, dout)[3]
     for begin, length in zip(cu_seqlens.tolist(), lengths):
         rows = slice(begin, begin + length)
-        alone = [x[None, rows] for x in tensors], bias[rows, :, :length].permute(1, 0, 2)[None], dout[None, rows]
-        exact = run(
-            reference, [in_float64(x) for x in alone[0]], None, in_float64(alone[1]), alone[2].double(),
-            torch.zeros(1, 4, length, device="cuda", dtype=torch.float64), is_causal=causal,
-        )  # fmt: skip
-        assert not dbias[rows, :, length:].any()
-        for ours, right in ((dq, exact[2]), (dk, exact[3]), (dv, exact[4])):
-            torch.testing.assert_close(ours[None, rows].double(), right, rtol=2e-2, atol=2e-3)
+        alone = [x[None, rows].double() for x in (query, key, value)]
+        bias_alone = bias[rows, :, :length].permute(1, 0, 2)[None].double()
+        no_dlse = torch.zeros(1, 4, length, device="cuda", dtype=torch.float64)
+        exact = run(reference, alone, None, bias_alone, dout[None, rows].double(), no_dlse, is_causal=causal)[5]
         ours = dbias[rows, :, :length].permute(1, 0, 2)[None]
-        torch.testing.assert_close(ours.double(), exact[5], rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(ours.double(), exact, rtol=2e-2, atol=4e-3)
+        assert not dbias[rows, :, length:].any()

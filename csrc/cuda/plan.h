@@ -40,6 +40,13 @@ inline int64_t relative_bias_elements(const AttentionParams& p) {
     return view.batches * view.heads * view.size();
 }
 
+// Tiles of a dense bias's gradient, of all heads and batch elements. With variable length every sequence has as many as
+// the longest one.
+inline int64_t count_dbias_tiles(const BwdParams& p, int64_t rows, int64_t keys) {
+    const int64_t tiles = (p.seqlen_q + rows - 1) / rows * ((p.seqlen_k + keys - 1) / keys);
+    return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
+}
+
 struct DistanceRange;
 struct ExactSum;
 struct FwdArgs;

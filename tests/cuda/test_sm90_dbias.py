@@ -1,5 +1,7 @@
 """The sm90 kernel that recomputes the gradient of a dense bias that heads or many batch elements share."""
 
+from math import ceil
+
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
@@ -15,7 +17,7 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 
 def recomputes(tensors, bias, **options):
     names = kernels_of(tensors, None, bias, **options)[1]
-    return "dbias_kernel" in names and "sm80" not in names
+    return "sm90::dbias_kernel" in names and "sm80" not in names
 
 
 def test_which_calls_use_it():
@@ -44,10 +46,10 @@ def test_lengths(head_dim, rows, keys, causal):
     check(on_gpu(10, rows, keys, 2, 1, head_dim), None, randn(1, 2, rows, keys), is_causal=causal)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "is_causal": True}], ids=["plain", "softcap and causal"])
 @pytest.mark.parametrize("kind", ["keys", "scores", "intervals"])
 @HEAD_DIMS
-def test_masks(head_dim, kind, softcap):
+def test_masks(head_dim, kind, options):
     """Contributors see different blocks, the first one nothing at all."""
     tensors, bias = on_gpu(10, 300, 440, 4, 2, head_dim), randn(2, 2, 300, 440)
     if kind == "keys":
@@ -58,7 +60,7 @@ def test_masks(head_dim, kind, softcap):
         mask[3:] |= torch.rand(7, 1, 1, 1, device="cuda") < 0.5  # full blocks
     else:
         mask = intervals(10, 2, 440, rows=300)
-    check(tensors, mask, bias, softcap=softcap)
+    check(tensors, mask, bias, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -67,7 +69,9 @@ def test_splits_of_the_contributors(batch, heads, dtype):
     """One or two tiles: the contributors are split among CTAs, whose sums a second kernel adds up."""
     tensors = [x.to(dtype) for x in on_gpu(batch, 130, 72, heads, heads, 64)]
     check(tensors, None, randn(1, 1, 130, 72, dtype=dtype))
-    check(tensors, key_mask(batch, 1, 72), randn(1, heads, 130, 72, dtype=dtype))
+    mask = key_mask(batch, 1, 72)
+    mask[: batch // 2] = False  # the first splits have no visible score
+    check(tensors, mask, randn(1, heads, 130, 72, dtype=dtype))
 
 
 @CAUSAL
@@ -114,23 +118,29 @@ def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, batches, poisoned_a
 
 
 @CAUSAL
+@pytest.mark.parametrize("kind", ["none", "keys", "scores"])
+@pytest.mark.parametrize("heads, lengths", [(4, [100, 0, 300, 256]), (48, [40, 100])], ids=["tiles", "splits"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_sequences_whose_heads_share_a_bias(head_dim, causal):
-    lengths = [100, 0, 300, 256]
-    total, longest, cu_seqlens = sum(lengths), 304, offsets(lengths)
-    shapes = [(total, 4, head_dim)] * 3 + [(total, 1, longest)]
+def test_packed_sequences_whose_heads_share_a_bias(head_dim, heads, lengths, kind, causal):
+    total, longest, cu_seqlens = sum(lengths), ceil(max(lengths) / 8) * 8, offsets(lengths)
+    shapes = [(total, heads, head_dim)] * 3 + [(total, 1, longest)]
     leaves = query, key, value, bias = [randn(*shape).requires_grad_() for shape in shapes]
-    dout = randn(total, 4, head_dim) / 8
-    limits = {"max_seqlen_q": 300, "max_seqlen_k": longest}
-    options = {"attn_bias": bias, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **limits}
+    mask = {"none": None, "keys": mask_of(total, 1), "scores": mask_of(total, 1, longest)}[kind]
+    dout = randn(total, heads, head_dim) / 8
+    limits = {"max_seqlen_q": max(lengths), "max_seqlen_k": longest}
+    options = {"attn_mask": mask, "attn_bias": bias, "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, **limits}
     out = flash_dmattn_varlen_func(query, key, value, is_causal=causal, **options)
     dbias = torch.autograd.grad(out, leaves, dout)[3]
     for begin, length in zip(cu_seqlens.tolist(), lengths):
         rows = slice(begin, begin + length)
-        alone = [x[None, rows].double() for x in (query, key, value)]
-        bias_alone = bias[rows, :, :length].permute(1, 0, 2)[None].double()
-        no_dlse = torch.zeros(1, 4, length, device="cuda", dtype=torch.float64)
-        exact = run(reference, alone, None, bias_alone, dout[None, rows].double(), no_dlse, is_causal=causal)[5]
-        ours = dbias[rows, :, :length].permute(1, 0, 2)[None]
-        torch.testing.assert_close(ours.double(), exact, rtol=2e-2, atol=4e-3)
+
+        def alone(scores, rows=rows, length=length):
+            return scores[rows, :, :length].permute(1, 0, 2)[None]
+
+        tensors = [x[None, rows].double() for x in (query, key, value)]
+        mask_alone = alone(mask) if kind == "scores" else mask[rows].T[None, :, None] if kind == "keys" else None
+        no_dlse = torch.zeros(1, heads, length, device="cuda", dtype=torch.float64)
+        douts = dout[None, rows].double(), no_dlse
+        exact = run(reference, tensors, mask_alone, alone(bias).double(), *douts, is_causal=causal)[5]
+        torch.testing.assert_close(alone(dbias).double(), exact, rtol=2e-2, atol=4e-3)
         assert not dbias[rows, :, length:].any()

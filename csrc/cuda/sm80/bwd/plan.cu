@@ -55,20 +55,15 @@ int64_t splits_that_fill_waves(int64_t tiles, int64_t slots, int64_t max_splits)
     return best;
 }
 
-int64_t count_dbias_tiles(const BwdParams& p, const BwdTileSizes& tile) {
-    const int64_t tiles = ceil_div<int64_t>(p.seqlen_q, tile.rows) * ceil_div<int64_t>(p.seqlen_k, tile.keys);
-    return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
-}
-
 // kRecompute: a CTA has a run of n_blocks, as long as all SMs have CTAs. Where there are too few tiles for that, the
 // batch elements and heads that share a tile are split.
 void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& plan) {
     constexpr int64_t kWaves = 2, kMaxRun = 16;
-    plan.dbias_tiles = count_dbias_tiles(p, tile);
+    plan.dbias_tiles = count_dbias_tiles(p, tile.rows, tile.keys);
     if (plan.dbias_tiles == 0) return;
-    const int64_t addends = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
+    const int64_t contributors = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
     const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
-    if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, addends);
+    if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, contributors);
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kMaxRun, num_n_blocks));
 }
@@ -107,7 +102,7 @@ int64_t plan_dense_dbias(const BwdParams& p, const KernelEntry& kernel, bool sma
             return 0;
         }
         const BwdTileSizes tile = bwd_tile_sizes(kernel.head_dim, small_tiles);
-        plan.dbias_tiles = count_dbias_tiles(p, tile);
+        plan.dbias_tiles = count_dbias_tiles(p, tile.rows, tile.keys);
         const int64_t sums = plan.dbias_tiles * tile.rows * tile.keys;
         if (can_add_in_cache(p, tile, sums * static_cast<int64_t>(sizeof(float)))) {
             plan.dense_dbias = DenseDbias::kAtomic;

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
         const float4 x = *reinterpret_cast<const float4*>(from + Layout::offset(0, n, 0));
         dq[0][n][0] = x.x, dq[0][n][1] = x.y, dq[0][n][2] = x.z, dq[0][n][3] = x.w;
     }
-    if (clears) {  // after all loads: none may move across a store
+    if (clears) {  // after all loads: the compiler moves no load across a store
 #pragma unroll
         for (int n = 0; n < Layout::kFragments; ++n)
             *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0)) = {};

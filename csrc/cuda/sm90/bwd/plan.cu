@@ -40,25 +40,28 @@ bool can_store_dbias(const BwdParams& p) {
 
 // Which kernel writes the gradient of a dense bias; kNone where none can.
 DenseDbias plan_dense_dbias(const BwdParams& p) {
-    if (can_store_dbias(p) && p.softcap == 0) {  // with a softcap ds, which the main kernel has, is not dx
+    if (can_store_dbias(p) && p.softcap == 0) {  // with a softcap, the main kernel's ds differs from dx
         if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
         // Each addition rounds to the bias's dtype: the error grows with the number of addends.
         constexpr int64_t kMaxAddends = 8;
         if (p.dbias.batch_group_size <= kMaxAddends) return DenseDbias::kSerialReduce;
     }
-    // Where nothing is shared sm80's main kernel stores dx, without a second one.
+    // If nothing is shared, sm80 serves the call: its main kernel stores dx, and no second kernel runs.
     const bool is_shared = p.dbias.heads < p.heads || p.dbias.batch_group_size > 1;
-    const bool can_recompute = is_shared && is_tma_compatible(dense_bias_layout(p, p.dbias));
-    return can_recompute ? DenseDbias::kRecompute : DenseDbias::kNone;
+    // The recompute kernel stores 16 bytes at once. The stride of a single row does not count for TMA.
+    const bool is_aligned = is_tma_compatible(dense_bias_layout(p, p.dbias)) && p.dbias.row_stride % 8 == 0;
+    const bool fits_grid = count_dbias_tiles(p, kDbiasRows, dbias_keys(p.head_dim)) <= INT32_MAX;
+    return is_shared && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
 }
 
-void plan_recompute_dbias(const BwdParams& p, int head_dim, BwdPlan& plan) {
-    constexpr int64_t kMaxWaves = 16;
+void plan_recompute_dbias(const BwdParams& p, BwdPlan& plan) {
+    constexpr int64_t kMaxWaves = 16;  // the last wave weighs less than with pair bias; sums of splits cost little
+    const int keys = dbias_keys(p.head_dim);
     const int64_t contributors = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
-    plan.dbias_tiles = count_dbias_tiles(p, head_dim);
+    plan.dbias_tiles = count_dbias_tiles(p, kDbiasRows, keys);
     plan.dbias_splits = choose_splits(plan.dbias_tiles, contributors, kMaxWaves);
     const int64_t partial_tiles = plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles : 0;
-    plan.dbias_partials = plan.allocate<float>(partial_tiles * kDbiasRows * dbias_keys(head_dim));
+    plan.dbias_partials = plan.allocate<float>(partial_tiles * kDbiasRows * keys);
 }
 
 // Whether the pair bias kernels can store dbias, by ordinary stores: a float32 one is contiguous.
@@ -165,7 +168,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     // CTAs that take work tiles from a counter may wait for those of lower index: these have started.
     if (p.deterministic || is_serial) plan.tile_count_semaphore = plan.allocate<int32_t>(1);
     plan.zeroed_bytes = plan.workspace_bytes;
-    if (plan.dense_dbias == DenseDbias::kRecompute) plan_recompute_dbias(p, kernel->head_dim, plan);
+    if (plan.dense_dbias == DenseDbias::kRecompute) plan_recompute_dbias(p, plan);
     return true;
 }
 

@@ -157,7 +157,7 @@ private:
     __device__ __forceinline__ void load_m_block(int head, int m_block, bool is_full) {
         const Sequence& s = sequence();
         const int first = m_block * kRows, row = first + threadIdx.x;
-        const bool is_masked = !is_full && p_.packed_mask.present();
+        const bool is_masked = !is_full && masks_scores<kBias>(p_);
         RowStats stats{};
         MaskWords words = {};
         if (threadIdx.x < kRows) {

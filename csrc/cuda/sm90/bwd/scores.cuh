@@ -11,6 +11,7 @@
 #include "cuda/softmax/scores.cuh"
 #include "scale.h"
 #include "shared_storage.cuh"
+#include "workspace.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -88,14 +89,14 @@ protected:
             if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
             if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }
-        if (p_.packed_mask.present() && masks_keys()) {
+        if (kBias == BiasKind::kDense && p_.packed_mask.present() && !masks_scores<kBias>(p_)) {
             const uint32_t* words = mask_words(p_, s, head) + work_tile_.n_block * Traits::kWords;
             visible_keys_ = words[warp_key_ / 32] >> (warp_key_ % 32 + fragment_row());
             has_masked_keys_ = __any_sync(~0u, (visible_keys_ & 0x101) != 0x101);
         }
     }
 
-    // Zeros P or dS, in 16 bits, of this lane's keys that a mask without rows masks: one selection for two scores.
+    // Zeros P or dS, in 16 bits, of keys that a key mask masks. One select covers two scores.
     __device__ __forceinline__ void zero_masked_keys(typename TiledMma::ScoresOperand& scores) const {
 #pragma unroll
         for (int k = 0; k < Traits::kScoreRows / 16; ++k)
@@ -152,13 +153,7 @@ protected:
     }
 
 private:
-    // With a dense bias: whether a packed mask does not differ by row. zero_masked_keys takes its place.
-    __device__ bool masks_keys() const { return kBias == BiasKind::kDense && p_.packed_mask.row_broadcast(); }
-    __device__ bool has_bits() const {
-        // Without a mask the row stride is 0, too.
-        const bool has_mask = kBias == BiasKind::kDense ? !masks_keys() : p_.packed_mask.present();
-        return has_mask && !header_.is_full_block;
-    }
+    __device__ bool has_bits() const { return masks_scores<kBias>(p_) && !header_.is_full_block; }
     // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
     // causality, lengths or intervals. has_bits: the packed mask has some 0.
     template <typename Compute>

@@ -5,6 +5,7 @@
 #include "cuda/arch/store_rows.cuh"
 #include "cuda/softmax/scores.cuh"
 #include "cuda/sm90/bwd/scale.h"
+#include "contributors.cuh"
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -36,7 +37,7 @@ public:
     }
     __device__ void store() const {
         using T = typename Traits::T;
-        const Sequence s(p_, work_tile_.first_batch);
+        const Sequence& s = work_tile_.sequence;
         T* const to = static_cast<T*>(p_.dbias.data) + shared_batch(p_.dbias, s) * p_.dbias.batch_stride +
                       work_tile_.head * p_.dbias.head_stride + s.first_row * p_.dbias.row_stride +
                       work_tile_.first_key();
@@ -73,8 +74,8 @@ public:
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
           warpgroup_(warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
           row_(warpgroup_ * 64 + warp_id() % 4 * 16), operands_pipeline_(smem.operands_pipeline),
-          row_pipeline_(smem.row_pipeline), sums_(p, work_tile, warpgroup_) {
-        const Sequence s(p, work_tile.first_batch);
+          contributor_pipeline_(smem.contributor_pipeline), sums_(p, work_tile, warpgroup_) {
+        const Sequence& s = work_tile.sequence;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = work_tile.first_row() + row_ + h * 8 + fragment_row();
@@ -84,7 +85,7 @@ public:
     }
 
     __device__ void run() {
-        mbarrier_wait(smem_address(&smem_.bias_full), 0);
+        if (work_tile_.begin < work_tile_.end) mbarrier_wait(smem_address(&smem_.bias_full), 0);
         while (step()) {}
         p_.dbias_splits > 1 ? sums_.store_partial() : sums_.store();
     }
@@ -94,22 +95,22 @@ private:
     using RowsTile = typename Traits::RowsTile;
     using KeysTile = typename Traits::KeysTile;
     using BiasTile = typename Traits::BiasTile;
-    using RowData = typename SharedStorage::RowData;
+    using ContributorInfo = typename SharedStorage::ContributorInfo;
     using Scores = float[1][kFragments][4];
     using Visible = VisibleKeys<1, kFragments>;
 
     // One contributor. Returns false after the last one.
     __device__ __forceinline__ bool step() {
-        row_pipeline_.consumer_wait();
-        const RowData& data = row_data();
-        if (data.head == RowData::kEnd) return false;
+        contributor_pipeline_.consumer_wait();
+        const ContributorInfo& info = contributor_info();
+        if (info.head == ContributorInfo::kEnd) return false;
         float lse[2], delta[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            lse[h] = data.lse[row_ + h * 8 + fragment_row()];
-            delta[h] = data.delta[row_ + h * 8 + fragment_row()];
+            lse[h] = info.lse[row_ + h * 8 + fragment_row()];
+            delta[h] = info.delta[row_ + h * 8 + fragment_row()];
         }
-        const bool is_full = data.is_full && is_in_range_;
+        const bool is_full = info.is_full && is_in_range_;
 
         Visible visible;
         if (!is_full) find_visible_keys(visible, lse);  // before the GEMMs: loads behind wgmmas wait for their operands
@@ -118,8 +119,8 @@ private:
         gemm(scores);  // S = Q K^T
         operands_pipeline_.advance();
         gemm(dprobs);  // dP = dO V^T
-        row_pipeline_.consumer_release();
-        row_pipeline_.advance();
+        contributor_pipeline_.consumer_release();
+        contributor_pipeline_.advance();
         wgmma_wait_group<1>();
         warpgroup_fence_operand(scores);
         operands_pipeline_.consumer_release_previous();
@@ -137,6 +138,7 @@ private:
         gemm_ss<true, Major::kK, Major::kK>(acc, SmemDescriptor<RowsTile>(operands.rows, warpgroup_ * 64),
                                             SmemDescriptor<KeysTile>(operands.keys));
     }
+
     // S to P.
     __device__ __forceinline__ void compute_p(Scores& scores, const float (&lse)[2]) const {
         float scale_log2 = scale_.scale_log2;
@@ -160,7 +162,7 @@ private:
     }
     // Rows that see no key are masked, too.
     __device__ __forceinline__ void find_visible_keys(Visible& visible, const float (&lse)[2]) const {
-        const uint32_t* const words = row_data().mask_words;
+        const uint32_t* const words = contributor_info().mask_words;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = row_ + h * 8 + fragment_row();
@@ -176,30 +178,28 @@ private:
         }
         if (p_.interval_summaries.present()) mask_by_intervals(visible);
     }
+    // Reads the intervals from global memory: shared memory has no room for them.
     __device__ __forceinline__ void mask_by_intervals(Visible& visible) const {
-        Sequence s(p_, work_tile_.first_batch);
-        s.batch = row_data().batch;
-        const int64_t offset = interval_offset(p_.intervals, s, row_data().head, p_.heads);
+        Sequence s = work_tile_.sequence;
+        s.batch = contributor_info().batch;
+        const int64_t offset = interval_offset(p_.intervals, s, contributor_info().head, p_.heads);
+        const int row = work_tile_.first_row() + row_ + fragment_row();
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int w = 0; w < kFragments / 4; ++w)
-                visible[h][w] &= visible_by_intervals(s, offset, work_tile_.first_key() + w * 32,
-                                                      work_tile_.first_row() + row_ + h * 8 + fragment_row());
-    }
-    // Which of the 32 keys from first_key on a row sees by their intervals: this lane's keys; other bits are 0.
-    __device__ __forceinline__ uint32_t visible_by_intervals(const Sequence& s, int64_t offset, int first_key,
-                                                             int row) const {
-        uint32_t seen = 0;
+        for (int w = 0; w < kFragments / 4; ++w) {
+            uint32_t seen[2] = {0, 0};  // by this lane's rows; of its keys
 #pragma unroll 1
-        for (int i = fragment_col(); i < 32; i += i % 2 ? 7 : 1) {
-            if (first_key + i >= s.keys) break;
-            const RowRange rows = rows_of_key(p_, s, offset, first_key + i);
-            if (row >= rows.begin && row < rows.end) seen |= 1u << i;
+            for (int i = fragment_col(); i < 32; i += i % 2 ? 7 : 1) {
+                const int key = work_tile_.first_key() + w * 32 + i;
+                if (key >= s.keys) break;
+                const RowRange rows = rows_of_key(p_, s, offset, key);
+                if (row >= rows.begin && row < rows.end) seen[0] |= 1u << i;
+                if (row + 8 >= rows.begin && row + 8 < rows.end) seen[1] |= 1u << i;
+            }
+            visible[0][w] &= seen[0];
+            visible[1][w] &= seen[1];
         }
-        return seen;
     }
-    // Where a score is masked P and dP may be anything.
+    // P and dP of masked scores are undefined.
     template <bool kMasked>
     __device__ __forceinline__ void add_dx(const Scores& probs, const Scores& dprobs, const float (&delta)[2],
                                            const Visible& visible) {
@@ -213,7 +213,9 @@ private:
             }
     }
 
-    __device__ const RowData& row_data() const { return smem_.row_data[row_pipeline_.stage()]; }
+    __device__ const ContributorInfo& contributor_info() const {
+        return smem_.contributors[contributor_pipeline_.stage()];
+    }
 
     const BwdArgs& p_;
     const BwdScale& scale_;
@@ -221,10 +223,10 @@ private:
     const DbiasWorkTile<Traits>& work_tile_;
     const int warpgroup_;
     const int row_;     // this warp's first row in the tile
-    int row_end_[2];    // causality and lengths leave this lane's rows the keys [0, row_end) of the tile
-    bool is_in_range_;  // they mask no score of the warp's rows
+    int row_end_[2];    // this lane's rows see the keys [0, row_end) of the tile by causality and lengths
+    bool is_in_range_;  // these mask no score of the warp's rows
     Pipeline<Traits::kStages> operands_pipeline_;
-    Pipeline<SharedStorage::kRowStages> row_pipeline_;
+    Pipeline<SharedStorage::kContributorStages> contributor_pipeline_;
     DbiasSums<Traits> sums_;
 };
 

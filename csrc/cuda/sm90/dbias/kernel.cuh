@@ -17,8 +17,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
                  const __grid_constant__ BwdScale scale) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
-    auto& smem = init_shared_storage<DbiasSharedStorage<Traits>>();
     const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
+    if (!work_tile.exists()) return;
+    auto& smem = init_shared_storage<DbiasSharedStorage<Traits>>();
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         DbiasProducer<Traits>(p, maps, smem, work_tile).run();
@@ -35,6 +36,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
     grid_dependency_sync();
     if (is_inactive(p)) return;
     const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
+    if (!work_tile.exists()) return;
     DbiasSums<Traits> sums(p, work_tile, static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     for (int split = 0; split < p.dbias_splits; ++split) sums.add_partial(split);
     sums.store();

@@ -7,14 +7,7 @@
 namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kDbiasRows = 128;  // of a tile
-constexpr int dbias_keys(int head_dim) { return head_dim <= 128 ? 128 : 64; }
-
-// Tiles of all heads and batch elements of dbias. With variable length each sequence has those of the longest one.
-inline int64_t count_dbias_tiles(const BwdParams& p, int head_dim) {
-    const int64_t tiles =
-        ceil_div<int64_t>(p.seqlen_q, kDbiasRows) * ceil_div<int64_t>(p.seqlen_k, dbias_keys(head_dim));
-    return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
-}
+constexpr int dbias_keys(int64_t head_dim) { return head_dim <= 128 ? 128 : 64; }
 
 template <typename T_, int kHeadDim_>
 struct DbiasKernelTraits {

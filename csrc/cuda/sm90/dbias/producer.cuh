@@ -1,8 +1,10 @@
-// The producer warpgroup of the recompute kernel of dbias. Its first warp issues TMA loads, its second writes row data.
+// The producer warpgroup of the recompute kernel of dbias. Its first warp issues TMA loads, its second writes
+// ContributorInfo.
 #pragma once
 
 #include "cuda/arch/tma_load_rows.cuh"
 #include "cuda/softmax/scores.cuh"
+#include "contributors.cuh"
 #include "shared_storage.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -16,18 +18,18 @@ public:
     __device__ DbiasProducer(const BwdArgs& p, const DbiasTensorMaps& maps, SharedStorage& smem,
                              const WorkTile& work_tile)
         : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), operands_pipeline_(smem.operands_pipeline),
-          row_pipeline_(smem.row_pipeline) {}
+          contributor_pipeline_(smem.contributor_pipeline) {}
 
     __device__ void run() {
         const int warp = warp_id();
         if (warp == 0) load();
-        if (warp == 1) produce_row_data();
+        if (warp == 1) produce_contributors();
     }
 
 private:
     __device__ void load() {
         const bool is_elected = elect_one_sync();
-        if (is_elected) load_bias();
+        if (is_elected && work_tile_.begin < work_tile_.end) load_bias();
         for (DbiasContributors<Traits> contributors(p_, work_tile_); contributors.next();) {
             if (!is_elected) continue;
             const Sequence s = contributors.sequence();
@@ -38,7 +40,7 @@ private:
     }
     __device__ void load_bias() {
         using BiasTile = typename Traits::BiasTile;
-        const Sequence s(p_, work_tile_.first_batch);
+        const Sequence& s = work_tile_.sequence;
         const uint32_t full = smem_address(&smem_.bias_full);
         mbarrier_arrive_and_expect_tx(full, sizeof(BiasTile));
 #pragma unroll
@@ -59,10 +61,11 @@ private:
         operands_pipeline_.advance();
     }
 
-    __device__ void produce_row_data() {
-        using RowData = typename SharedStorage::RowData;
+    __device__ void produce_contributors() {
+        using ContributorInfo = typename SharedStorage::ContributorInfo;
         constexpr int kRowsPerLane = Traits::kRows / 32;
-        for (DbiasContributors<Traits> contributors(p_, work_tile_); contributors.next(); row_pipeline_.advance()) {
+        for (DbiasContributors<Traits> contributors(p_, work_tile_); contributors.next();
+             contributor_pipeline_.advance()) {
             const Sequence s = contributors.sequence();
             const int head = contributors.head();
             RowStats stats[kRowsPerLane];
@@ -73,24 +76,24 @@ private:
                 has_empty_rows |= stats[i].is_empty();
             }
             has_empty_rows = __any_sync(~0u, has_empty_rows);
-            row_pipeline_.producer_acquire();
-            RowData& data = smem_.row_data[row_pipeline_.stage()];
+            contributor_pipeline_.producer_acquire();
+            ContributorInfo& info = smem_.contributors[contributor_pipeline_.stage()];
 #pragma unroll
             for (int i = 0; i < kRowsPerLane; ++i) {
-                data.lse[i * 32 + lane_id()] = stats[i].lse;
-                data.delta[i * 32 + lane_id()] = stats[i].delta;
+                info.lse[i * 32 + lane_id()] = stats[i].lse;
+                info.delta[i * 32 + lane_id()] = stats[i].delta;
             }
             if (lane_id() == 0) {
-                data.batch = s.batch;
-                data.head = head;
-                data.is_full = contributors.is_full() && !has_empty_rows;
-                data.mask_words = p_.packed_mask.present() ? tile_mask_words(s, head) : nullptr;
+                info.batch = s.batch;
+                info.head = head;
+                info.is_full = contributors.is_full() && !has_empty_rows;
+                info.mask_words = p_.packed_mask.present() ? tile_mask_words(s, head) : nullptr;
             }
-            mbarrier_arrive(row_pipeline_.full());
+            mbarrier_arrive(contributor_pipeline_.full());
         }
-        row_pipeline_.producer_acquire();
-        if (lane_id() == 0) smem_.row_data[row_pipeline_.stage()].head = RowData::kEnd;
-        mbarrier_arrive(row_pipeline_.full());
+        contributor_pipeline_.producer_acquire();
+        if (lane_id() == 0) smem_.contributors[contributor_pipeline_.stage()].head = ContributorInfo::kEnd;
+        mbarrier_arrive(contributor_pipeline_.full());
     }
     __device__ const uint32_t* tile_mask_words(const Sequence& s, int head) const {
         return mask_words(p_, s, head) + work_tile_.first_row() * p_.packed_mask.bits_row_stride +
@@ -102,7 +105,7 @@ private:
     SharedStorage& smem_;
     const WorkTile& work_tile_;
     Pipeline<Traits::kStages> operands_pipeline_;
-    Pipeline<SharedStorage::kRowStages> row_pipeline_;
+    Pipeline<SharedStorage::kContributorStages> contributor_pipeline_;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

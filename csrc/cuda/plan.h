@@ -46,6 +46,10 @@ inline int64_t count_dbias_tiles(const BwdParams& p, int64_t rows, int64_t keys)
     const int64_t tiles = (p.seqlen_q + rows - 1) / rows * ((p.seqlen_k + keys - 1) / keys);
     return tiles * p.dbias.heads * (p.cu_seqlens_q == nullptr ? p.dbias.batches : p.batch);
 }
+// The (batch element, head) pairs that share an entry of a dense bias.
+inline int64_t count_contributors(const BwdParams& p) {
+    return p.dbias.batch_group_size * (p.heads / p.dbias.heads);
+}
 
 struct DistanceRange;
 struct ExactSum;

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from gpu_inputs import mask_of, randn
+from helpers import NAMES, run
 
 from flash_dmattn import flash_dmattn_func
 
@@ -55,6 +56,26 @@ def key_mask(batch, heads, keys):
     mask = mask_of(batch, heads, 1, keys, visible=0.5)
     mask[0] = mask[1, ..., keys // 3 :] = False
     return mask
+
+
+def check_masked_parts(tensors, mask, bias, masked_rows, masked_keys, masked_biases=None, **options):
+    """Checks that results are the same with 0 and with NaN in masked rows (B, Sq), keys (B, Sk), and biases."""
+    batch, rows, heads, _ = tensors[0].shape
+    dout = torch.randn_like(tensors[0]) / 8
+    dlse = torch.randn(batch, heads, rows, device=dout.device) / 8
+    of_rows, of_keys = masked_rows[:, :, None, None], masked_keys[:, :, None, None]
+
+    def results(fill):
+        filled = [x.masked_fill(of, fill) for x, of in zip(tensors, (of_rows, of_keys, of_keys))]
+        biases = bias if masked_biases is None else bias.masked_fill(masked_biases, fill)
+        douts = dout.masked_fill(of_rows, fill), dlse.masked_fill(masked_rows[:, None], fill)
+        return run(flash_dmattn_func, filled, mask, biases, *douts, **options)
+
+    clean, dirty = results(0), results(torch.nan)
+    for name, x, y in zip(NAMES, dirty, clean):
+        assert not x.isnan().any(), name
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-3, msg=name)
+    return dirty
 
 
 def serves_pairs(*args, **options):

@@ -448,7 +448,7 @@ struct Backward {
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim)                               \\
+#define BACKWARD(T, kHeadDim)                                  \\
     print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 template <typename T, int kHeadDim>

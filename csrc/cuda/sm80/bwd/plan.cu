@@ -61,9 +61,9 @@ void plan_dbias_kernel(const BwdParams& p, const BwdTileSizes& tile, BwdPlan& pl
     constexpr int64_t kWaves = 2, kMaxRun = 16;
     plan.dbias_tiles = count_dbias_tiles(p, tile.rows, tile.keys);
     if (plan.dbias_tiles == 0) return;
-    const int64_t contributors = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
     const int64_t slots = current_device().num_sms * tile.ctas_per_sm;
-    if (plan.dbias_tiles < kWaves * slots) plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, contributors);
+    if (plan.dbias_tiles < kWaves * slots)
+        plan.dbias_splits = splits_that_fill_waves(plan.dbias_tiles, slots, count_contributors(p));
     const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, tile.keys);
     plan.dbias_run = std::clamp<int64_t>(plan.dbias_tiles / (kWaves * slots), 1, std::min(kMaxRun, num_n_blocks));
 }

@@ -46,20 +46,18 @@ DenseDbias plan_dense_dbias(const BwdParams& p) {
         constexpr int64_t kMaxAddends = 8;
         if (p.dbias.batch_group_size <= kMaxAddends) return DenseDbias::kSerialReduce;
     }
-    // If nothing is shared, sm80 serves the call: its main kernel stores dx, and no second kernel runs.
-    const bool is_shared = p.dbias.heads < p.heads || p.dbias.batch_group_size > 1;
     // The recompute kernel stores 16 bytes at once. The stride of a single row does not count for TMA.
     const bool is_aligned = is_tma_compatible(dense_bias_layout(p, p.dbias)) && p.dbias.row_stride % 8 == 0;
     const bool fits_grid = count_dbias_tiles(p, kDbiasRows, dbias_keys(p.head_dim)) <= INT32_MAX;
-    return is_shared && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
+    // With one contributor sm80 serves the call: its main kernel stores dx, and no second kernel runs.
+    return count_contributors(p) > 1 && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
 }
 
 void plan_recompute_dbias(const BwdParams& p, BwdPlan& plan) {
-    constexpr int64_t kMaxWaves = 16;  // the last wave weighs less than with pair bias; sums of splits cost little
+    constexpr int64_t kMaxWaves = 16;
     const int keys = dbias_keys(p.head_dim);
-    const int64_t contributors = p.dbias.batch_group_size * (p.heads / p.dbias.heads);
     plan.dbias_tiles = count_dbias_tiles(p, kDbiasRows, keys);
-    plan.dbias_splits = choose_splits(plan.dbias_tiles, contributors, kMaxWaves);
+    plan.dbias_splits = choose_splits(plan.dbias_tiles, count_contributors(p), kMaxWaves);
     const int64_t partial_tiles = plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles : 0;
     plan.dbias_partials = plan.allocate<float>(partial_tiles * kDbiasRows * keys);
 }

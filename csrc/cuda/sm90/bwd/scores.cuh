@@ -11,7 +11,6 @@
 #include "cuda/softmax/scores.cuh"
 #include "scale.h"
 #include "shared_storage.cuh"
-#include "workspace.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 

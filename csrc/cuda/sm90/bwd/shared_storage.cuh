@@ -45,6 +45,13 @@ struct DenseDbiasSharedStorage {
     }
 };
 
+// Whether the packed mask acts on scores. Beside a dense bias, a mask that does not differ by row acts on P and dS
+// instead (BwdScores::zero_masked_keys). Without a mask the row stride is 0.
+template <BiasKind kBias>
+__device__ __forceinline__ bool masks_scores(const BwdArgs& p) {
+    return kBias == BiasKind::kDense ? p.packed_mask.bits_row_stride != 0 : p.packed_mask.present();
+}
+
 template <typename Traits, BiasKind kBias>
 struct BwdSharedStorage {
     static constexpr int kRows = Traits::kRows;

@@ -11,13 +11,6 @@ constexpr __host__ __device__ bool stores_dbias(const BwdArgs& p) {
     return p.dense_dbias == DenseDbias::kDirect || p.dense_dbias == DenseDbias::kSerialReduce;
 }
 
-// Whether the packed mask acts on scores. Beside a dense bias, a mask that does not differ by row acts on P and dS
-// instead (BwdScores::zero_masked_keys). Without a mask the row stride is 0.
-template <BiasKind kBias>
-__device__ __forceinline__ bool masks_scores(const BwdArgs& p) {
-    return kBias == BiasKind::kDense ? p.packed_mask.bits_row_stride != 0 : p.packed_mask.present();
-}
-
 // The number of batch elements, of consecutive work tiles, that reduce the gradient of a dense bias serially, else 1.
 constexpr __host__ __device__ int64_t serial_group_size(const BwdArgs& p) {
     return p.dense_dbias == DenseDbias::kSerialReduce ? p.dbias.batch_group_size : 1;

@@ -85,7 +85,7 @@ public:
     }
 
     __device__ void run() {
-        if (work_tile_.begin < work_tile_.end) mbarrier_wait(smem_address(&smem_.bias_full), 0);
+        if (work_tile_.has_contributors()) mbarrier_wait(smem_address(&smem_.bias_full), 0);
         while (step()) {}
         p_.dbias_splits > 1 ? sums_.store_partial() : sums_.store();
     }

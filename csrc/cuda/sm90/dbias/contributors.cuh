@@ -36,6 +36,7 @@ struct DbiasWorkTile {
         if (exists() && first_key() >= sequence.keys_of(last_row(), p.is_causal)) end = begin;
     }
 
+    __device__ bool has_contributors() const { return begin < end; }
     // With variable length a tile may lie beyond the sequence.
     __device__ bool exists() const { return first_row() < sequence.rows && first_key() < sequence.keys; }
     __device__ int first_row() const { return m_block * Traits::kRows; }

@@ -29,7 +29,7 @@ public:
 private:
     __device__ void load() {
         const bool is_elected = elect_one_sync();
-        if (is_elected && work_tile_.begin < work_tile_.end) load_bias();
+        if (is_elected && work_tile_.has_contributors()) load_bias();
         for (DbiasContributors<Traits> contributors(p_, work_tile_); contributors.next();) {
             if (!is_elected) continue;
             const Sequence s = contributors.sequence();

@@ -1,4 +1,5 @@
-"""The sm90 kernel that recomputes the gradient of a dense bias that heads or many batch elements share."""
+"""The sm90 kernel that recomputes the gradient of a dense bias: of one that heads or many batch elements share, with a
+softcap, and of packed sequences."""
 
 from math import ceil
 
@@ -21,13 +22,15 @@ def recomputes(tensors, bias, **options):
 
 
 def test_which_calls_use_it():
-    def served(batch, batches, heads, **options):
-        return recomputes(on_gpu(batch, 200, 264, 4, 2, 64), randn(batches, heads, 200, 264), **options)
+    def served(batch, batches, heads, head_dim=64, **options):
+        return recomputes(on_gpu(batch, 200, 264, 4, 2, head_dim), randn(batches, heads, 200, 264), **options)
 
     assert served(9, 1, 4) and served(18, 2, 4) and served(9, 1, 4, deterministic=True, is_causal=True)
     assert served(2, 2, 2) and served(2, 2, 1) and served(2, 1, 1)  # heads share the bias
     assert served(2, 1, 4, softcap=4.0)
-    assert not served(8, 1, 4) and not served(2, 2, 4) and not served(2, 2, 4, softcap=4.0)
+    assert served(2, 2, 4, 72, softcap=4.0) and served(2, 2, 4, 256, softcap=4.0)  # nothing is shared
+    assert not served(8, 1, 4) and not served(2, 2, 4) and not served(2, 2, 4, 256)
+    assert not served(2, 2, 4, softcap=4.0)
 
 
 @pytest.mark.parametrize("head_dim, least", [(32, 256), (64, 192), (128, 192)])
@@ -109,10 +112,11 @@ def test_masked_rows_and_keys_may_hold_nan(head_dim, by_row, batches, poisoned_a
 @CAUSAL
 @pytest.mark.parametrize("kind", ["none", "keys", "scores"])
 @pytest.mark.parametrize("heads, lengths", [(4, [100, 0, 300, 256]), (48, [40, 100])], ids=["tiles", "splits"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_sequences_whose_heads_share_a_bias(head_dim, heads, lengths, kind, causal):
+@pytest.mark.parametrize("head_dim, bias_heads", [(64, 1), (128, 1), (128, None)])
+def test_packed_sequences(head_dim, bias_heads, heads, lengths, kind, causal):
+    """Heads share the bias, or nothing is shared."""
     total, longest, cu_seqlens = sum(lengths), ceil(max(lengths) / 8) * 8, offsets(lengths)
-    shapes = [(total, heads, head_dim)] * 3 + [(total, 1, longest)]
+    shapes = [(total, heads, head_dim)] * 3 + [(total, bias_heads or heads, longest)]
     leaves = query, key, value, bias = [randn(*shape).requires_grad_() for shape in shapes]
     mask = {"none": None, "keys": mask_of(total, 1), "scores": mask_of(total, 1, longest)}[kind]
     dout = randn(total, heads, head_dim) / 8

@@ -48,14 +48,16 @@ DenseDbias plan_dense_dbias(const BwdParams& p) {
     }
     // The recompute kernel stores 16 bytes at once. The stride of a single row does not count for TMA.
     const bool is_aligned = is_tma_compatible(dense_bias_layout(p, p.dbias)) && p.dbias.row_stride % 8 == 0;
-    const bool fits_grid = count_dbias_tiles(p, kDbiasRows, dbias_keys(p.head_dim)) <= INT32_MAX;
-    // With one contributor sm80 serves the call: its main kernel stores dx, and no second kernel runs.
-    return count_contributors(p) > 1 && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
+    const bool fits_grid = count_dbias_tiles(p, kDbiasRows, kMinDbiasKeys) <= INT32_MAX;
+    // With one contributor sm80's main kernel stores dx, and no second kernel runs: faster up to head dimension 64.
+    const bool is_faster = count_contributors(p) > 1 || p.head_dim > 64;
+    return is_faster && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
 }
 
-void plan_recompute_dbias(const BwdParams& p, BwdPlan& plan) {
+// head_dim: the kernel's.
+void plan_recompute_dbias(const BwdParams& p, int head_dim, BwdPlan& plan) {
     constexpr int64_t kMaxWaves = 16;
-    const int keys = dbias_keys(p.head_dim);
+    const int keys = dbias_keys(head_dim);
     plan.dbias_tiles = count_dbias_tiles(p, kDbiasRows, keys);
     plan.dbias_splits = choose_splits(plan.dbias_tiles, count_contributors(p), kMaxWaves);
     const int64_t partial_tiles = plan.dbias_splits > 1 ? plan.dbias_splits * plan.dbias_tiles : 0;
@@ -166,7 +168,7 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     // CTAs that take work tiles from a counter may wait for those of lower index: these have started.
     if (p.deterministic || is_serial) plan.tile_count_semaphore = plan.allocate<int32_t>(1);
     plan.zeroed_bytes = plan.workspace_bytes;
-    if (plan.dense_dbias == DenseDbias::kRecompute) plan_recompute_dbias(p, plan);
+    if (plan.dense_dbias == DenseDbias::kRecompute) plan_recompute_dbias(p, kernel->head_dim, plan);
     return true;
 }
 

@@ -10,16 +10,16 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The sums of dx of a warpgroup. Without splits they are dbias, else partial sums of a split in float32:
-// [splits, tiles, warpgroups, fragments, threads, 4].
-template <typename Traits>
+// The sums of dx of a warpgroup, of kFragments fragments of 8 keys. Without splits they are dbias, else partial sums of a
+// split in float32: [splits, tiles, warpgroups, fragments of the tile, threads, 4].
+template <typename Traits, int kFragments = Traits::kKeys / 8>
 class DbiasSums {
 public:
-    static constexpr int kFragments = Traits::kKeys / 8;
-
-    __device__ DbiasSums(const BwdArgs& p, const DbiasWorkTile<Traits>& work_tile, int warpgroup)
-        : p_(p), work_tile_(work_tile), row_(warpgroup * 64 + warp_id() % 4 * 16),
-          thread_(warpgroup * kFragments * kWarpgroupThreads + static_cast<int>(threadIdx.x) % kWarpgroupThreads) {
+    __device__ DbiasSums(const BwdArgs& p, const DbiasWorkTile<Traits>& work_tile, int warpgroup,
+                         int first_fragment = 0)
+        : p_(p), work_tile_(work_tile), row_(warpgroup * 64 + warp_id() % 4 * 16), first_key_(first_fragment * 8),
+          thread_((warpgroup * (Traits::kKeys / 8) + first_fragment) * kWarpgroupThreads +
+                  static_cast<int>(threadIdx.x) % kWarpgroupThreads) {
         clear(sums);
     }
 
@@ -40,11 +40,12 @@ public:
         const Sequence& s = work_tile_.sequence;
         T* const to = static_cast<T*>(p_.dbias.data) + shared_batch(p_.dbias, s) * p_.dbias.batch_stride +
                       work_tile_.head * p_.dbias.head_stride + s.first_row * p_.dbias.row_stride +
-                      work_tile_.first_key();
+                      work_tile_.first_key() + first_key_;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = work_tile_.first_row() + row_ + h * 8 + fragment_row();
-            store_row(sums, h, 1, to + row * p_.dbias.row_stride, s.keys - work_tile_.first_key(), row < s.rows);
+            store_row(sums, h, 1, to + row * p_.dbias.row_stride, s.keys - work_tile_.first_key() - first_key_,
+                      row < s.rows);
         }
     }
 
@@ -59,8 +60,8 @@ private:
 
     const BwdArgs& p_;
     const DbiasWorkTile<Traits>& work_tile_;
-    const int row_;     // this warp's first row in the tile
-    const int thread_;  // of a partial tile
+    const int row_, first_key_;  // this warp's first row and key in the tile
+    const int thread_;           // of a partial tile
 };
 
 template <typename Traits>

@@ -29,15 +29,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
 }
 
-// Adds up the splits of each tile in their order.
+// Adds up the splits of each tile in their order. A CTA has kSumFragments fragments of a tile: so few that the loads of
+// several splits are in flight.
+constexpr int kSumFragments = 4;
+template <typename Traits>
+constexpr int kSumCtas = Traits::kKeys / 8 / kSumFragments;  // of a tile
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
     sum_dbias_splits_kernel(const __grid_constant__ BwdArgs p) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
-    const DbiasWorkTile<Traits> work_tile(p, blockIdx.x);
+    const DbiasWorkTile<Traits> work_tile(p, blockIdx.x / kSumCtas<Traits>);
     if (!work_tile.exists()) return;
-    DbiasSums<Traits> sums(p, work_tile, static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+    DbiasSums<Traits, kSumFragments> sums(p, work_tile, static_cast<int>(threadIdx.x) / kWarpgroupThreads,
+                                          blockIdx.x % kSumCtas<Traits> * kSumFragments);
+#pragma unroll 4
     for (int split = 0; split < p.dbias_splits; ++split) sums.add_partial(split);
     sums.store();
 }

@@ -7,7 +7,10 @@
 namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kDbiasRows = 128;  // of a tile
-constexpr int dbias_keys(int64_t head_dim) { return head_dim <= 128 ? 128 : 64; }
+constexpr int kMinDbiasKeys = 64;
+constexpr int dbias_keys(int head_dim) {
+    return head_dim <= 128 ? 128 : kMinDbiasKeys;
+}  // of a compiled head dimension
 
 template <typename T_, int kHeadDim_>
 struct DbiasKernelTraits {

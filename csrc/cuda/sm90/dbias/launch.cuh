@@ -25,7 +25,7 @@ void recompute_dbias(const BwdArgs& p, cudaStream_t stream) {
            BwdScale(p));
     if (p.dbias_splits > 1)
         launch(sum_dbias_splits_kernel<Traits>,
-               {grid_of(p.dbias_tiles), Traits::kConsumerWarpgroups * kWarpgroupThreads}, stream, p);
+               {grid_of(p.dbias_tiles * kSumCtas<Traits>), Traits::kConsumerWarpgroups * kWarpgroupThreads}, stream, p);
 }
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,4 +1,4 @@
-"""`python -m flash_dmattn.bench` times flash_dmattn, SDPA and FlexAttention on this machine, in less than two minutes.
+"""`python -m flash_dmattn.bench` times flash_dmattn, SDPA and on a GPU FlexAttention, in less than two minutes.
 
 It prints a table in Markdown, with versions and device, that can be pasted into an issue. Times are medians of whole
 calls of the attention, in brackets as multiples of flash_dmattn's; a training step is forward and backward with the

@@ -108,6 +108,7 @@ def flash_dmattn_func(
         softcap: 0 for none, else the bound of the capped scores.
         deterministic: the same inputs produce bitwise identical gradients.
         return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
+            Not with cache_seqlens.
         return_lse: also return lse. It is differentiable: `merge_attention` merges calls over disjoint keys exactly.
         window_size: causal top-k selection (KeyIntervalMask.topk), not a sliding window: row i sees the `window_size`
             keys of largest bias among the keys that causality allows. If biases are equal, the later key is selected.
@@ -220,7 +221,7 @@ def flash_dmattn_varlen_func(
     """`flash_dmattn_func` for packed sequences of different lengths.
 
     Args:
-        query: (total_q, H, D).
+        query: (total_q, H, D); dtypes, D and H as in `flash_dmattn_func`.
         key: (total_k, Hkv, D) in query's dtype.
         value: (total_k, Hkv, Dv) in query's dtype.
         attn_mask: bool, True = visible: per key (total_k, {H|Hkv|1}), or per score

@@ -61,13 +61,13 @@ def flash_dmattn_with_kvcache(
 
     Args:
         query: (B, Sq, H, D), or with cu_seqlens_q (total_q, H, D); float16 or bfloat16, on the CPU float32 and float64
-            too.
+            too. D is 1 to 256, H a multiple of Hkv.
         k_cache: (B, Sk, Hkv, D) in query's dtype, with cache_batch_idx any number of elements in place of B; or with
             block_table (pages, page_size, Hkv, D). The last dimension is contiguous; on CUDA D is a multiple of 8, and
             storage and other strides are aligned to 16 bytes.
         v_cache: in k_cache's shape; on the CPU its head dimension may differ.
         key, value: of the new tokens, (B, Sq, Hkv, D), with cu_seqlens_q (total_q, Hkv, D), in query's dtype; both or
-            none. value has v_cache's head dimension.
+            neither. value has v_cache's head dimension.
         bias_cache: as k_cache without D, (B, Sk, Hkv) or (pages, page_size, Hkv); float32 or in the cache's dtype: one
             number per key and key/value head, added to the scores. -inf and `finfo.min` mask the key.
         bias: of the new tokens, (B, Sq, Hkv) or (total_q, Hkv), in bias_cache's dtype; with key and bias_cache.
@@ -77,7 +77,7 @@ def flash_dmattn_with_kvcache(
         block_table: int32 (B, pages of a sequence): the pages of each sequence, of 16 to 256 keys. Entries beyond a
             sequence's keys may have any value.
         cu_seqlens_q: int32 (B + 1): query, key, value and bias are packed, and sequence b has the rows cu_seqlens_q[b]
-            to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, also none. Rows after the last
+            to cu_seqlens_q[b + 1] - 1. Sequences may have different numbers of rows, or none. Rows after the last
             sequence are padding: they write nothing, and their outputs have no meaning.
         max_seqlen_q: with cu_seqlens_q, at least the most rows of a sequence: an int, or outside of compiled graphs an
             integer tensor () on the CPU.
@@ -106,6 +106,7 @@ def flash_dmattn_with_kvcache(
             assertion, which ends the CUDA context.
         TypeError: an invalid dtype or type.
         RuntimeError: tensors on different devices, or kernels that were not built.
+        NotImplementedError: a tensor of a torch.func transform.
     """
     if relative_bias is None and sinks is None:
         result = ops.kvcache_fast_path(

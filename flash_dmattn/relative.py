@@ -42,10 +42,10 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
         max_distance: `relative_attention_max_distance` of the model's config. Farther keys share the last bucket.
 
     Returns:
-        (1, H, 2 * max_distance + 1).
+        (1, H, 2 * max_distance + 1), float32; float64 for a float64 table.
 
     Raises:
-        TypeError, ValueError: a table that is not floating, whose shape is another or that has too few buckets, a
+        TypeError, ValueError: a table that is not floating, has another shape or has too few buckets, a
             bidirectional that is not a bool, a max_distance that is not an int or is not above the buckets of one
             distance each.
     """
@@ -79,7 +79,7 @@ def alibi(slopes: Tensor, max_distance: int) -> Tensor:
         max_distance: at least the longest distance in a call, max(Sq, Sk) - 1: farther keys have the bias of this one.
 
     Returns:
-        ({B|1}, H, 2 * max_distance + 1).
+        ({B|1}, H, 2 * max_distance + 1), float32; float64 for float64 slopes.
 
     Raises:
         TypeError, ValueError: slopes that are not floating, or neither (H) nor ({B|1}, H), a max_distance that is not
@@ -119,11 +119,12 @@ def kerple(scale: Tensor, shape: Tensor, max_distance: int, kind: Literal["log",
         kind: "log" or "power".
 
     Returns:
-        (1, H, 2 * max_distance + 1).
+        (1, H, 2 * max_distance + 1), float32; float64 for a float64 scale or shape.
 
     Raises:
         TypeError, ValueError: a scale or shape that is not floating or not (H), a max_distance that is not an int or is
-            negative, another kind.
+            negative, a kind that is neither "log" nor "power".
+        RuntimeError: scale and shape on different devices.
     """
     for name, parameter in (("scale", scale), ("shape", shape)):
         require_parameters(name, parameter, (1,), "(H)")
@@ -212,8 +213,8 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
         ({B|1}, {H|Hkv|1}, Sq, Sk) in the table's dtype.
 
     Raises:
-        TypeError, ValueError: a table that is not floating or whose shape is another, lengths that are not ints or are
-            not those of the grid.
+        TypeError, ValueError: a table that is not floating or has another shape, lengths that are not ints or are not
+            those of the grid.
     """
     require_floating("relative_bias", relative_bias)
     if relative_bias.ndim not in (3, 4) or any(size % 2 == 0 for size in relative_bias.shape[2:]):

@@ -9,7 +9,7 @@ host: the time until a small call returns, the median of 60 batches of 50 calls 
 selection: the mask from a bias and its key lists, as CUDA graphs; "without a graph" is both as plain calls.
 
 "tiles" and "lists" are values of `sparse`; "CUDA graph" replays the call; "cache" is one graph captured for a
-preallocated cache, whose filled part `cache_seqlens` gives: all, or a quarter. On CUDA the L2 cache is cold.
+preallocated cache of which all keys or a quarter are filled (`cache_seqlens`). On CUDA the L2 cache is cold.
 """
 
 from collections.abc import Callable

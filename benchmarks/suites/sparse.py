@@ -163,8 +163,10 @@ def peak_memory(problem: Problem, implementation: str, build: Build, setting: Se
 
 def add_arguments(parser) -> None:
     parser.add_argument("--sparse", choices=SPARSE, default="auto", help="of flash_dmattn (default: %(default)s)")
-    parser.add_argument("--seqlen", type=int, help="instead of the workloads: one top-w mask with so many keys,")
-    parser.add_argument("--window", type=int, default=2048, help="so many per row (default: %(default)s)")
+    parser.add_argument("--seqlen", type=int, help="replaces the workloads by one top-w mask: its number of keys")
+    parser.add_argument(
+        "--window", type=int, default=2048, help="with --seqlen: visible keys per row (default: %(default)s)"
+    )
     parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="query and KV heads (default: 8 2)")
     parser.add_argument("--head-dim", type=int, default=64, help="(default: %(default)s)")
 

@@ -41,7 +41,8 @@ def window_attention(
 
     Args:
         query: (B, Sq, H, D), in the dtypes of `flash_dmattn_func`.
-        key, value: (B, Sk, Hkv, D) in query's dtype.
+        key: (B, Sk, Hkv, D) in query's dtype.
+        value: (B, Sk, Hkv, Dv) in query's dtype.
         attn_mask: bool ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible. nW divides B. For a mask of 0 and -100,
             as Swin makes it, (nW, N, N): `(mask == 0).unsqueeze(1)`.
         attn_bias: ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), as in `flash_dmattn_func`, such as Swin's relative position
@@ -51,7 +52,7 @@ def window_attention(
         softmax_scale, is_causal, softcap, deterministic, return_lse, sparse, sinks: as in `flash_dmattn_func`.
 
     Returns:
-        out (B, Sq, H, D), or (out, lse) with lse (B, H, Sq).
+        out (B, Sq, H, Dv), or (out, lse) with lse (B, H, Sq).
 
     Raises:
         As `flash_dmattn_func`.

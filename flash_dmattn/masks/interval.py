@@ -354,7 +354,7 @@ class KeyIntervalMask(Container, Mask):
         total_k: int,
         window_size: int | tuple[int | None, int | None],
     ) -> KeyIntervalMask:
-        """`sliding_window` for packed sequences: row i of a sequence sees the keys around key i + (Sk - Sq) of it.
+        """`sliding_window` for packed sequences: row i of a sequence sees the keys around its key i + (Sk - Sq).
 
         Args:
             cu_seqlens_q: int32 (B + 1): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1.
@@ -483,8 +483,8 @@ class KeyIntervalMask(Container, Mask):
     def topk(cls, bias: Tensor, window_size: int, seqlen_q: int | None = None) -> KeyIntervalMask:
         """The causal top-k mask of a bias: row i sees the w keys of largest bias among the keys j <= i + (Sk - Sq).
 
-        On ties the later key wins, so a constant bias makes a sliding window. A key whose bias is -inf or the least
-        finite number of its dtype is never visible. The w-th largest bias never decreases from row to row, so an
+        If biases are equal, the later key is selected, so a constant bias makes a sliding window. A key whose bias is
+        -inf or `finfo.min` is never visible. The w-th largest bias never decreases from row to row, so an
         evicted key never returns, and an interval per key is exact. O(N log N) operations and O(N) memory, for all
         batch elements and heads at once.
 

@@ -248,7 +248,7 @@ class KeyLists(Container, Mask):
 
     @property
     def intervals(self) -> Tensor | None:
-        """int32 (2, ...): the intervals that the kernels apply in addition to the lists."""
+        """int32 (2, ...), or None: the intervals that the kernels apply in addition to the lists."""
         return self.source.list_intervals
 
     @property
@@ -287,7 +287,13 @@ class KeyLists(Container, Mask):
         return mask.tril(self.seqlen_k - self.seqlen_q)
 
     def __getitem__(self, index: int | slice) -> KeyLists:
-        """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list."""
+        """The lists of some batch elements: `lists[2]` and `lists[2:4]` keep the batch dimension and copy no list.
+
+        Raises:
+            TypeError: an index that is neither an int nor a slice.
+            IndexError: an int out of range.
+            ValueError: lists of variable length.
+        """
         if self.cu_seqlens_q is not None:
             raise ValueError("lists of variable length have no batch elements: build them of some sequences")
         index = batch_slice(index, self.batches)

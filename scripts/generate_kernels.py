@@ -74,7 +74,7 @@ GROUPS = (
         "sm90",
         "bwd",
         headers=("bwd/launch.cuh",),
-        functions=(f"run_bwd<T, D>{SM90_BWD}",),
+        functions=("run_bwd<T, D>(const BwdArgs&, int, cudaStream_t)",),
         head_dims=(32, 64, 128, 192, 256),
     ),
     Group(

@@ -440,16 +440,20 @@ struct Forward {
 template <int kHeadDim>
 using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>;
 
-template <int kHeadDim>
+template <int kHeadDim, int kRows = bwd_tile_sizes(kHeadDim).rows>
 struct Backward {
     template <BiasKind kBias>
-    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim>, kBias>;
+    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim, kRows>, kBias>;
 };
+template <int kHeadDim>
+constexpr int kMostRows = has_tall_bwd_tile(kHeadDim) ? kTallBwdRows : bwd_tile_sizes(kHeadDim).rows;
+template <int kHeadDim>
+using Tall = typename Backward<kHeadDim, kMostRows<kHeadDim>>::template Memory<BiasKind::kKey>;
 
 #define FORWARD(T, kHeadDim) \\
     print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
-#define BACKWARD(T, kHeadDim)                                  \\
-    print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>>( \\
+#define BACKWARD(T, kHeadDim)                                                  \\
+    print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>, Tall<kHeadDim>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());
 template <typename T, int kHeadDim>
 using Grouped = GroupedSparseBwdSharedStorage<GroupedSparseBwdKernelTraits<T, kHeadDim, kHeadDim <= 64 ? 128 : 64>>;

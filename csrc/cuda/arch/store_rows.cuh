@@ -3,6 +3,7 @@
 
 #include "memory.cuh"
 #include "fragment.cuh"
+#include "mma.cuh"
 
 namespace flash_dmattn::cuda {
 
@@ -37,6 +38,26 @@ __device__ __forceinline__ void store_row(const float (&acc)[1][kFragments][4], 
         transpose_quad(packed);
         const int col = (n + lane_id() % 4) * 8;
         if (exists && col < cols) store_global_16(to + col, packed);
+    }
+}
+
+// Stores the transposed accumulator, times `factor`: the warp's 16 rows are columns of `to`, which has `rows` rows and
+// `cols` columns. Two lanes write 32 contiguous bytes. All lanes of the warp call.
+template <typename T, int kFragments>
+__device__ __forceinline__ void store_transposed(const float (&acc)[1][kFragments][4], float factor, T* to,
+                                                 int64_t row_stride, int rows, int cols) {
+    static_assert(kFragments % 2 == 0);
+#pragma unroll
+    for (int n = 0; n < kFragments; n += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float* x = acc[0][n + i / 2] + i % 2 * 2;
+            packed[i] = transpose_8x8(pack<T>(x[0] * factor, x[1] * factor));
+        }
+        transpose_quad(packed);
+        const int row = (n + lane_id() % 4 / 2) * 8 + fragment_row(), col = lane_id() % 2 * 8;
+        if (row < rows && col < cols) store_global_16(to + row * row_stride + col, packed);
     }
 }
 

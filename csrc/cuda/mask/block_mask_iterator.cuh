@@ -17,7 +17,7 @@ struct BlockSummary {
     uint32_t visible_keys[kWords];
 };
 
-__device__ __forceinline__ bool has_mask(const AttentionParams& p) {
+__host__ __device__ __forceinline__ bool has_mask(const AttentionParams& p) {
     return p.packed_mask.present() || p.interval_summaries.present();
 }
 
@@ -26,8 +26,9 @@ __host__ __device__ __forceinline__ bool mask_differs_by_row(const AttentionPara
     return p.interval_summaries.present() || (p.packed_mask.present() && !p.packed_mask.row_broadcast());
 }
 
-// The mask's block summaries of one batch element and head, combined to the kernel's block size.
-template <int kRows, int kKeys>
+// The mask's block summaries of one batch element and head, combined to the kernel's block size. Without kHasMask the
+// kernel is compiled for calls without a mask.
+template <int kRows, int kKeys, bool kHasMask = true>
 class MaskSummaries {
     // Rows and keys of a stored summary; stored summaries of an n_block.
     static constexpr int kBlock = PackedMask::kBlock, kNumSummaries = kKeys / kBlock;
@@ -36,10 +37,10 @@ class MaskSummaries {
 public:
     __device__ MaskSummaries(const AttentionParams& p, const Sequence& s, int head)
         : mask_(p.packed_mask), intervals_(p.interval_summaries) {
-        if (mask_.present()) {
+        if (has_packed_mask()) {
             const int mask_head = shared_head(head, p.heads, mask_.heads);
             offset_ = shared_batch(mask_, s) * mask_.blocks_batch_stride + mask_head * mask_.blocks_head_stride;
-        } else if (intervals_.present()) {
+        } else if (has_intervals()) {
             const int mask_head = shared_head(head, p.heads, p.intervals.heads);
             intervals_of_head_ =
                 intervals_.blocks + s.batch * intervals_.batch_stride + mask_head * intervals_.num_n_blocks;
@@ -51,10 +52,10 @@ public:
     __device__ BlockSummary<kKeys> of(int first_row, int last_row, int n_block) const {
         BlockSummary<kKeys> summary;
         summary.full = true;
-        const bool present = mask_.present() || intervals_.present();
+        const bool present = has_packed_mask() || has_intervals();
 #pragma unroll
         for (int w = 0; w < BlockSummary<kKeys>::kWords; ++w) summary.visible_keys[w] = present ? 0 : ~0u;
-        if (mask_.present()) {
+        if (has_packed_mask()) {
             const bool row_broadcast = mask_.row_broadcast();
             const int end = row_broadcast ? 1 : last_row / kBlock + 1;
             constexpr int kUnroll = kRows > kBlock ? 2 : 1;  // independent loads
@@ -80,7 +81,7 @@ public:
                         add_visible_keys(summary, k, visible_keys[r][k]);
                     }
             }
-        } else if (intervals_.present()) {
+        } else if (has_intervals()) {
             IntervalBlockSummary blocks[kNumSummaries];
 #pragma unroll
             for (int k = 0; k < kNumSummaries; ++k) blocks[k] = interval_summary(n_block * kNumSummaries + k);
@@ -101,7 +102,7 @@ public:
 
     // A row range outside which no row sees a key of the block. Packed masks do not store it: all rows.
     __device__ RowRange rows_of(int rows, int n_block) const {
-        if (!intervals_.present()) return {0, rows};
+        if (!has_intervals()) return {0, rows};
         RowRange range{rows, 0};
 #pragma unroll
         for (int k = 0; k < kNumSummaries; ++k) {
@@ -112,6 +113,8 @@ public:
     }
 
 private:
+    __device__ bool has_packed_mask() const { return kHasMask && mask_.present(); }
+    __device__ bool has_intervals() const { return kHasMask && intervals_.present(); }
     // Clamped to the last summary, so that loads beyond it need no branch.
     __device__ __forceinline__ IntervalBlockSummary interval_summary(int n_block) const {
         return intervals_of_head_[min(n_block, static_cast<int>(intervals_.num_n_blocks) - 1)];

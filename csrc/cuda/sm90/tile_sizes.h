@@ -46,6 +46,11 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     throw std::logic_error("head dimension");
 }
 
+// The tall backward tile has more rows, so that the GEMMs read the operands of the n_block less often. It leaves neither
+// registers nor shared memory for masks, a softcap, and a dense or relative bias.
+constexpr int kTallBwdRows = 80;
+constexpr bool has_tall_bwd_tile(int head_dim) { return head_dim == 128; }
+
 // The grouped sparse backward. Keys of an n_block: above head dimension 128 both MMA warpgroups share 64
 // (bwd/kernel_traits.h).
 constexpr int grouped_block_n(int head_dim) { return head_dim > 128 ? 64 : 128; }

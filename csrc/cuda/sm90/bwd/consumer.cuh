@@ -108,7 +108,7 @@ private:
         if constexpr (kStartsFromBias) tiled_mma_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        const bool has_softcap = !is_relative(kBias) && scale_.softcap > 0;
+        const bool has_softcap = Traits::kHasSoftcap && !is_relative(kBias) && scale_.softcap > 0;
         if constexpr (Base::kEarlyFragments > 0) {
             wgmma_wait_group<1>();  // S
             warpgroup_fence_operand(scores);

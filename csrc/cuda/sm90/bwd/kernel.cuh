@@ -61,10 +61,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     __syncthreads();
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < kWarpgroupThreads) {
-        warpgroup_reg_dealloc<kBwdProducerRegisters>();
+        warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
     } else {
-        warpgroup_reg_alloc<kBwdConsumerRegisters>();
+        warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         BwdConsumer<Traits, kBias>(p, scale, smem, work_tile).run();
     }
 }
@@ -98,12 +98,21 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
         for (int n = 0; n < Layout::kFragments; ++n)
             *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0)) = {};
     }
-    T* to = query_rows<T>(p.dquery, s, head) + tiled_mma.dq_col();
+    const float scale = static_cast<float>(p.softmax_scale);
+    const int first_row = m_block * kRows + tiled_mma.dq_row(), first_col = tiled_mma.dq_col(),
+              warp_row = warp_id() % 4 * 16;  // of the accumulator
+    if constexpr (Traits::kTransposesDq) {
+        const int col = first_col + warp_row;
+        T* const to = query_rows<T>(p.dquery, s, head) + first_row * p.dquery.row_stride + col;
+        store_transposed(dq, scale, to, p.dquery.row_stride, s.rows - first_row, static_cast<int>(p.head_dim) - col);
+    } else {
+        T* const to = query_rows<T>(p.dquery, s, head) + first_col;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const int row = m_block * kRows + tiled_mma.dq_row() + threadIdx.x / 32 % 4 * 16 + h * 8 + fragment_row();
-        store_row(dq, h, static_cast<float>(p.softmax_scale), to + row * p.dquery.row_stride,
-                  static_cast<int>(p.head_dim) - tiled_mma.dq_col(), row < s.rows);
+        for (int h = 0; h < 2; ++h) {
+            const int row = first_row + warp_row + h * 8 + fragment_row();
+            store_row(dq, h, scale, to + row * p.dquery.row_stride, static_cast<int>(p.head_dim) - first_col,
+                      row < s.rows);
+        }
     }
 }
 

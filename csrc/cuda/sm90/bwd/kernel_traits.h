@@ -28,6 +28,7 @@ struct BwdNamedBarriers {
 //   S, dP         keys x rows       head_dim   M: 64 keys each                 N: kScoreRows rows each
 //   dK, dV        keys x head_dim   rows       M: 64 keys each                 N: kDkvCols columns each
 //   dQ            rows x head_dim   keys       M (128 rows) or N (64 rows)     N: kDqCols columns each
+//   dQ^T          head_dim x rows   keys       M (80 rows): kDqCols each
 //
 // 64 keys: above head dimension 128, dK and dV of 64 keys fill the registers of one warpgroup.
 template <typename T_, int kHeadDim_, int kRows_, int kKeys_>
@@ -41,9 +42,11 @@ struct BwdMmaTraits {
     static constexpr int kScoreRows = kSharesKeys ? kRows / kConsumerWarpgroups : kRows;
     static constexpr int kDkvCols = kSharesKeys ? kHeadDim / kConsumerWarpgroups : kHeadDim;
     static constexpr bool kSplitsDqRows = kRows == 64 * kConsumerWarpgroups;
+    static constexpr bool kTransposesDq = kRows % 64 != 0;  // M of wgmma is 64
     static constexpr int kDqCols = kSplitsDqRows ? kHeadDim : kHeadDim / kConsumerWarpgroups;
+    static constexpr int kDqN = kTransposesDq ? kRows : kDqCols;
     static_assert((kSharesKeys || kKeys == 64 * kConsumerWarpgroups) &&
-                  (kSplitsDqRows || (kRows == 64 && kDqCols % 32 == 0)));
+                  (kSplitsDqRows || (kTransposesDq ? kDqCols == 64 : kRows == 64 && kDqCols % 32 == 0)));
 
     static constexpr int kSlabCols = kDkvCols % 64 == 0 ? 64 : 32;  // each warpgroup's columns begin with a slab
     using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;       // Q, dO
@@ -52,8 +55,12 @@ struct BwdMmaTraits {
     static_assert(ScoresTile::kSlabCols == 64, "one slab for each 64 keys");
 };
 
-template <typename T, int kHeadDim>
-struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim).rows, bwd_tile_sizes(kHeadDim).keys> {
+template <typename T, int kHeadDim, int kRows>
+struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, kRows, bwd_tile_sizes(kHeadDim).keys> {
+    static constexpr bool kIsTall = has_tall_bwd_tile(kHeadDim) && kRows == kTallBwdRows;
+    static constexpr bool kHasMask = !kIsTall, kHasSoftcap = !kIsTall;  // whether they are compiled
+    static constexpr int kProducerRegisters = kIsTall ? 24 : kBwdProducerRegisters,
+                         kConsumerRegisters = kIsTall ? 240 : kBwdConsumerRegisters;
     static constexpr int kWords = BwdKernelTraits::kKeys / 32;
     // Whether shared memory has room to stage dQ, so that TMA adds it to global memory.
     static constexpr bool kStagesDq = !BwdKernelTraits::kSharesKeys;

@@ -51,9 +51,16 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     }
 }
 
+// rows: of an m_block.
 template <typename T, int kHeadDim>
-void run_main_kernel(const BwdArgs& p, cudaStream_t stream) {
-    using Traits = BwdKernelTraits<T, kHeadDim>;
+void run_main_kernel(const BwdArgs& p, int rows, cudaStream_t stream) {
+    if constexpr (has_tall_bwd_tile(kHeadDim)) {
+        using Traits = BwdKernelTraits<T, kHeadDim, kTallBwdRows>;
+        if (rows == kTallBwdRows)
+            return p.bias.present() ? launch_bwd<Traits, BiasKind::kKey>(p, stream)
+                                    : launch_bwd<Traits, BiasKind::kNone>(p, stream);
+    }
+    using Traits = BwdKernelTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim).rows>;
     switch (kernel_bias_kind(p)) {
         case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
         case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
@@ -64,8 +71,8 @@ void run_main_kernel(const BwdArgs& p, cudaStream_t stream) {
 }
 
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& p, cudaStream_t stream) {
-    run_main_kernel<T, kHeadDim>(p, stream);
+void run_bwd(const BwdArgs& p, int rows, cudaStream_t stream) {
+    run_main_kernel<T, kHeadDim>(p, rows, stream);
     if (p.dense_dbias == DenseDbias::kRecompute) recompute_dbias<T, kHeadDim>(p, stream);
 }
 

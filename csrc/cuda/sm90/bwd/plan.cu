@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/sm80/bwd/plan.h"
 #include "cuda/sm90/dbias/kernel_traits.h"
 #include "cuda/sm90/pair_bias/config.h"
@@ -21,7 +23,8 @@ namespace flash_dmattn::cuda::sm90 {
 namespace {
 
 using Launcher = void (*)(const BwdArgs&, cudaStream_t);
-const KernelTable<Launcher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_BWD_KERNELS, run_bwd));
+using DenseLauncher = void (*)(const BwdArgs&, int rows, cudaStream_t);  // rows: of an m_block
+const KernelTable<DenseLauncher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_BWD_KERNELS, run_bwd));
 const KernelTable<Launcher> kSparseKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_SPARSE_BWD_KERNELS,
                                                                   run_sparse_bwd));
 const KernelTable<Launcher> kPairBiasKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_PAIR_BIAS_KERNELS,
@@ -147,6 +150,20 @@ int64_t plan_launches(const BwdParams& p, int64_t accum_size, int keys, DenseDbi
     return std::max<int64_t>(std::min({ceil_div(bytes, kBytesOfSeveral), max_launches, count_launch_units(p)}), 1);
 }
 
+// Whether the tall tile is faster: less time for a row, but more rows beyond the sequence and above the diagonal.
+bool should_use_tall_tile(const BwdParams& p, int head_dim) {
+    if (!has_tall_bwd_tile(head_dim) || has_mask(p) || p.softcap != 0) return false;
+    if (p.bias.kind == BiasKind::kDense || p.relative_bias.present()) return false;
+    constexpr double kTimeOfRow = 0.95;  // of that with the other tile, as measured on an H200
+    const auto [other_rows, keys] = bwd_tile_sizes(head_dim);
+    const int64_t length = p.cu_seqlens_q == nullptr ? p.seqlen_q : ceil_div(p.total_q, p.batch);
+    const auto rows_of_n_block = [&, keys = keys](int rows) {  // on average
+        const int64_t all = ceil_div<int64_t>(length, rows) * rows;
+        return static_cast<double>(p.is_causal ? all - length / 2 + (rows - std::gcd(rows, keys)) / 2 : all);
+    };
+    return rows_of_n_block(kTallBwdRows) * kTimeOfRow < rows_of_n_block(other_rows);
+}
+
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
@@ -154,8 +171,11 @@ bool plan_dense(const BwdParams& p, BwdPlan& plan) {
         plan.dense_dbias = plan_dense_dbias(p);
         if (plan.dense_dbias == DenseDbias::kNone) return false;
     }
-    plan.launch = kernel->value;
-    const auto [rows, keys] = bwd_tile_sizes(kernel->head_dim);
+    auto [rows, keys] = bwd_tile_sizes(kernel->head_dim);
+    if (should_use_tall_tile(p, kernel->head_dim)) rows = kTallBwdRows;
+    plan.launch = [run = kernel->value, rows = rows](const BwdArgs& args, cudaStream_t stream) {
+        run(args, rows, stream);
+    };
     plan.dquery_m_blocks = count_dquery_m_blocks(p, rows);
     const int64_t num_m_blocks = total_dquery_m_blocks(p, plan);
     plan.num_launches = plan_launches(p, num_m_blocks * rows * kernel->head_dim, keys, plan.dense_dbias);

@@ -12,8 +12,9 @@ namespace flash_dmattn::cuda::sm90 {
 bool should_use_bwd(const BwdParams& params);
 bool plan_bwd(const BwdParams& params, BwdPlan& plan);
 
+// rows: of an m_block.
 template <typename T, int kHeadDim>
-void run_bwd(const BwdArgs& args, cudaStream_t stream);
+void run_bwd(const BwdArgs& args, int rows, cudaStream_t stream);
 // Gathers the keys of params.lists.
 template <typename T, int kHeadDim>
 void run_sparse_bwd(const BwdArgs& args, cudaStream_t stream);

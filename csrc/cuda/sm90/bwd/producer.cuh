@@ -44,6 +44,7 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
+    using Summaries = MaskSummaries<kRows, kKeys, Traits::kHasMask>;
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
         is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, kWarpgroupThreads) : 1;
@@ -80,7 +81,7 @@ private:
 
     // A range that contains every row that sees a key of the n_block.
     __device__ __forceinline__ RowRange active_rows(int head) const {
-        RowRange range = MaskSummaries<kRows, kKeys>(p_, sequence(), head).rows_of(sequence().rows, work_tile_.n_block);
+        RowRange range = Summaries(p_, sequence(), head).rows_of(sequence().rows, work_tile_.n_block);
         if (p_.is_causal) range.begin = max(range.begin, sequence().causal_begin(first_key()));
         if constexpr (kBias == BiasKind::kRelative) {
             const auto rows = rows_of_distances(head, work_tile_.n_block);
@@ -90,7 +91,7 @@ private:
         return range;
     }
     __device__ __forceinline__ BlockSummary<kKeys> block_summary(int head, int m_block, int n_block) const {
-        const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+        const Summaries mask(p_, sequence(), head);
         return mask.of(m_block * kRows, min((m_block + 1) * kRows, sequence().rows) - 1, n_block);
     }
     // The rows that a relative bias leaves to an n_block.
@@ -130,9 +131,10 @@ private:
         const int warp = warp_id(), key = first_key() + threadIdx.x;
         uint32_t visible = 0;
         for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.qheads_per_kv; ++head) {
-            uint32_t unmasked = has_mask(p_) ? 0 : ~0u;
-            if (has_mask(p_)) {
-                const MaskSummaries<kRows, kKeys> mask(p_, sequence(), head);
+            uint32_t unmasked = ~0u;
+            if (Traits::kHasMask && has_mask(p_)) {
+                unmasked = 0;
+                const Summaries mask(p_, sequence(), head);
                 const RowRange rows = mask.rows_of(s.rows, work_tile_.n_block);
                 for (int m_block = rows.begin / kRows + lane_id(); m_block * kRows < rows.end; m_block += 32) {
                     const auto summary =
@@ -157,7 +159,7 @@ private:
     __device__ __forceinline__ void load_m_block(int head, int m_block, bool is_full) {
         const Sequence& s = sequence();
         const int first = m_block * kRows, row = first + threadIdx.x;
-        const bool is_masked = !is_full && masks_scores<kBias>(p_);
+        const bool is_masked = !is_full && masks_scores<Traits, kBias>(p_);
         RowStats stats{};
         MaskWords words = {};
         if (threadIdx.x < kRows) {
@@ -174,9 +176,12 @@ private:
             if (threadIdx.x < kRows) {
                 info.lse[threadIdx.x] = stats.lse;
                 info.delta[threadIdx.x] = stats.delta;
-                if (is_masked) {
-                    info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
-                    if constexpr (kWords == 4) info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+                if constexpr (Traits::kHasMask) {
+                    if (is_masked) {
+                        info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
+                        if constexpr (kWords == 4)
+                            info.mask[2][threadIdx.x] = words.z, info.mask[3][threadIdx.x] = words.w;
+                    }
                 }
             }
             if constexpr (is_relative(kBias)) {
@@ -188,7 +193,8 @@ private:
                         segment.store(at, relative_bias[i]);
             }
             const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
-            if (lane_id() == 0 && warp_id() < kRows / 32) info.header.has_empty_rows[warp_id()] = has_empty_rows;
+            if (lane_id() == 0 && warp_id() < ceil_div(kRows, 32))
+                info.header.has_empty_rows[warp_id()] = has_empty_rows;
             if (threadIdx.x == 0) {
                 info.header.head = head;
                 info.header.m_block = m_block;

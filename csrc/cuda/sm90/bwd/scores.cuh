@@ -1,6 +1,7 @@
 // The scores of an MMA warpgroup of the backward: masks and biases of its keys, P and dS, and the key bias's gradient.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <type_traits>
 
@@ -43,18 +44,20 @@ protected:
                 RelativeBiasLane(p.relative_bias, work_tile.n_block * Traits::kKeys, warp_key_, tiled_mma_.first_row());
     }
 
-    // lse or delta of the rows of this lane's scores. Where registers are free all are read at once, and lse before S is
-    // issued: a load that follows wgmmas arrives only when these have read their operands.
+    // lse or delta of the rows of this lane's scores. Where registers are free up to 64 rows are read at once, and lse
+    // before S is issued: a load that follows wgmmas arrives only when these have read their operands.
     class RowStatsFragment {
     public:
         __device__ __forceinline__ explicit RowStatsFragment(const float* stats) : stats_(stats + fragment_col()) {
 #pragma unroll
             for (int m = 0; m < kPrefetched; ++m) prefetched_[m] = load(m);
         }
-        __device__ __forceinline__ float2 operator[](int m) const { return kPrefetched > 0 ? prefetched_[m] : load(m); }
+        __device__ __forceinline__ float2 operator[](int m) const { return m < kPrefetched ? prefetched_[m] : load(m); }
 
     private:
-        static constexpr int kPrefetched = kFragments <= 8 && kBias != BiasKind::kDense ? kFragments : 0;
+        static constexpr int kMaxPrefetched = Traits::kIsTall && kBias == BiasKind::kKey ? 4 : 8;
+        static constexpr int kPrefetched =
+            kFragments <= 10 && kBias != BiasKind::kDense ? std::min(kFragments, kMaxPrefetched) : 0;
         __device__ __forceinline__ float2 load(int m) const { return *reinterpret_cast<const float2*>(stats_ + m * 8); }
 
         const float* stats_;
@@ -80,15 +83,17 @@ protected:
         for (int h = 0; h < 2; ++h) {
             const int k = key(h);
             rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
-            if (k < s.keys && p_.interval_summaries.present())
+            if (Traits::kHasMask && k < s.keys && p_.interval_summaries.present())
                 rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
             // Beyond the sequence P is 0 without a test, unless the bias there may be NaN or infinite: an entry of a
             // relative bias, or the dense bias of the next packed sequence.
             const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
             if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
+            // The same without a register for the end.
+            if constexpr (!Traits::kHasMask) rows_[h] = {k < s.keys ? rows_[h].begin : INT_MAX, INT_MAX};
             if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }
-        if (kBias == BiasKind::kDense && p_.packed_mask.present() && !masks_scores<kBias>(p_)) {
+        if (kBias == BiasKind::kDense && p_.packed_mask.present() && !masks_scores<Traits, kBias>(p_)) {
             const uint32_t* words = mask_words(p_, s, head) + work_tile_.n_block * Traits::kWords;
             visible_keys_ = words[warp_key_ / 32] >> (warp_key_ % 32 + fragment_row());
             has_masked_keys_ = __any_sync(~0u, (visible_keys_ & 0x101) != 0x101);
@@ -152,7 +157,7 @@ protected:
     }
 
 private:
-    __device__ bool has_bits() const { return masks_scores<kBias>(p_) && !header_.is_full_block; }
+    __device__ bool has_bits() const { return masks_scores<Traits, kBias>(p_) && !header_.is_full_block; }
     // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
     // causality, lengths or intervals. has_bits: the packed mask has some 0.
     template <typename Compute>
@@ -215,8 +220,9 @@ private:
             for (int m = n; m < n + 2; ++m) {
                 const float2 lse = lses[m];
                 uint2 bits = {~0u, ~0u};
-                if (kBits && has_bits)
-                    bits = *reinterpret_cast<const uint2*>(info.mask[warp_key_ / 32] + block_row + m * 8);
+                if constexpr (Traits::kHasMask && kBits) {
+                    if (has_bits) bits = *reinterpret_cast<const uint2*>(info.mask[warp_key_ / 32] + block_row + m * 8);
+                }
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     float2 bias = {0, 0};

@@ -47,8 +47,9 @@ struct DenseDbiasSharedStorage {
 
 // Whether the packed mask acts on scores. Beside a dense bias, a mask that does not differ by row acts on P and dS
 // instead (BwdScores::zero_masked_keys). Without a mask the row stride is 0.
-template <BiasKind kBias>
+template <typename Traits, BiasKind kBias>
 __device__ __forceinline__ bool masks_scores(const BwdArgs& p) {
+    if constexpr (!Traits::kHasMask) return false;
     return kBias == BiasKind::kDense ? p.packed_mask.bits_row_stride != 0 : p.packed_mask.present();
 }
 
@@ -77,7 +78,7 @@ struct BwdSharedStorage {
             int head, m_block;
             bool is_full_block;               // no score is masked
             int8_t clamped;                   // all scores read an end of the relative bias: -1 or 1, else 0
-            bool has_empty_rows[kRows / 32];  // for 32 rows each: some see no key or lie beyond the sequence
+            bool has_empty_rows[ceil_div(kRows, 32)];  // for 32 rows each: some see no key or lie beyond the sequence
         };
         Header header;
         float* dq_accum;  // the m_block's tile of dquery_accum
@@ -86,7 +87,8 @@ struct BwdSharedStorage {
         int dq_semaphore_value;
         alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
         alignas(16) float delta[kRows];
-        alignas(16) uint32_t mask[Traits::kWords][kRows];  // bit j % 32 of word j / 32: the row sees key j
+        // Bit j % 32 of word j / 32: the row sees key j.
+        alignas(16) std::conditional_t<Traits::kHasMask, uint32_t[Traits::kWords][kRows], Empty> mask;
         std::conditional_t<is_relative(kBias), RelativeBlock, Empty> relative_bias;
     };
 

@@ -22,8 +22,8 @@ public:
     using ScoresFragment = float[1][Traits::kScoreRows / 8][4];  // S, dP: keys x rows
     using ScoresOperand = uint32_t[Traits::kScoreRows / 16][4];  // P, dS in 16 bits
     using DkvFragment = float[1][Traits::kDkvCols / 8][4];       // dK, dV: keys x columns
-    using DqFragment = float[1][Traits::kDqCols / 8][4];         // rows x columns
-    using DqStage = float4[Traits::kDqCols / 8][32];             // of one warp, in shared memory
+    using DqFragment = float[1][Traits::kDqN / 8][4];            // rows x columns, or columns x rows
+    using DqStage = float4[Traits::kDqN / 8][32];                // of one warp, in shared memory
 
     __device__ explicit BwdTiledMma(int warpgroup) : warpgroup_(warpgroup) {}
 
@@ -55,11 +55,15 @@ public:
         const SmemDescriptor<RowsTile> b(rows, 0, first_col());
         gemm_ss<false, Major::kMN, Major::kMN>(acc, a, b);
     }
-    // dQ = dS^T K, summed over keys: dS is K-major, K is MN-major.
+    // dQ = dS^T K or dQ^T = K^T dS, summed over keys: dS is K-major, K is MN-major.
     __device__ __forceinline__ void gemm_dq(DqFragment& dq, const ScoresTile& dscores, const KeysTile& keys) const {
-        const SmemDescriptor<ScoresTile> a(dscores, dq_row());
-        const SmemDescriptor<KeysTile> b(keys, 0, dq_col());
-        gemm_ss<true, Major::kK, Major::kMN>(dq, a, b);
+        const SmemDescriptor<ScoresTile> rows(dscores, dq_row());
+        const SmemDescriptor<KeysTile> cols(keys, 0, dq_col());
+        if constexpr (Traits::kTransposesDq) {
+            gemm_ss<true, Major::kMN, Major::kK>(dq, cols, rows);
+        } else {
+            gemm_ss<true, Major::kK, Major::kMN>(dq, rows, cols);
+        }
     }
 
     // Adds the warp's dQ to `to` in accumulator order, by TMA from shared memory: additions from registers would delay
@@ -69,7 +73,7 @@ public:
         if (is_elected) tma_store_wait_group_read();  // of the previous step
         __syncwarp();
 #pragma unroll
-        for (int n = 0; n < Traits::kDqCols / 8; ++n) {
+        for (int n = 0; n < Traits::kDqN / 8; ++n) {
             const float* x = dq[0][n];
             stage[n][lane_id()] = {x[0], x[1], x[2], x[3]};
         }

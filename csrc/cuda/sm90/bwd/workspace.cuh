@@ -53,7 +53,7 @@ constexpr int64_t count_bwd_work_tiles(const BwdParams& p, int keys) {
 // A tile of dquery_accum in accumulator order: [warp][fragment][lane][4], so that each warp adds contiguous memory.
 template <typename Traits>
 struct DqueryLayout {
-    static constexpr int kFragments = Traits::kDqCols / 8, kWarp = kFragments * 32 * 4,
+    static constexpr int kFragments = Traits::kDqN / 8, kWarp = kFragments * 32 * 4,
                          kSize = Traits::kConsumerWarpgroups * 4 * kWarp;
     static_assert(kSize == Traits::kRows * Traits::kHeadDim);
 

@@ -93,14 +93,20 @@ def test_on_another_stream():
     assert torch.equal(out, expected)
 
 
-def test_graph_capture_and_replay():
-    leaves = [x.requires_grad_() for x in on_gpu(2, 300, 300, 4, 2, 64)]
-    mask, bias = mask_of(2, 2, 300, 300), randn(2, 2, 1, 300).requires_grad_()
+@pytest.mark.parametrize(
+    "batch, head_dim, bias", [(2, 64, (2, 2, 1, 304)), (10, 128, (1, 1, 304, 304)), (2, 128, None)]
+)
+def test_graph_capture_and_replay(batch, head_dim, bias):
+    """A key bias and a mask, a dense bias that heads and batch elements share, and neither."""
+    tensors = on_gpu(batch, 304, 304, 4, 2, head_dim)
+    leaves = [x.requires_grad_() for x in (*tensors, *([] if bias is None else [randn(*bias)]))]
+    mask = mask_of(2, 2, 304, 304) if head_dim == 64 else None
     dout = torch.randn_like(leaves[0])
 
     def step():
-        out = flash_dmattn_func(*leaves, mask, bias, is_causal=True, deterministic=True)
-        return out, *torch.autograd.grad(out, [*leaves, bias], dout)
+        biases = {"attn_bias": leaves[3]} if len(leaves) > 3 else {}
+        out = flash_dmattn_func(*leaves[:3], mask, is_causal=mask is not None, deterministic=True, **biases)
+        return out, *torch.autograd.grad(out, leaves, dout)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -109,7 +115,7 @@ def test_graph_capture_and_replay():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    for tensor in (*leaves, bias):
+    for tensor in leaves:
         tensor.data.copy_(torch.randn_like(tensor))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, step()))

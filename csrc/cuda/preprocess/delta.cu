@@ -12,15 +12,26 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Packed sequences are one sequence of total_q rows.
+__host__ __device__ int64_t rows_of_head(const BwdArgs& p) {
+    return p.cu_seqlens_q == nullptr ? p.seqlen_q : p.total_q;
+}
+__device__ Sequence sequence_of_rows(const BwdArgs& p, int batch) {
+    Sequence s{};
+    s.batch = batch;
+    s.rows = static_cast<int>(rows_of_head(p));
+    return s;
+}
+
 // kLanes lanes, a power of 2, reduce a row of up to 8 * kLanes elements: 16 bytes a lane.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
     constexpr int kRows = kThreads / kLanes;
-    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows), heads = static_cast<int>(p.heads);
+    const int num_m_blocks = ceil_div(static_cast<int>(rows_of_head(p)), kRows), heads = static_cast<int>(p.heads);
     const int head = blockIdx.x / num_m_blocks % heads;
-    const Sequence s(p, blockIdx.x / num_m_blocks / heads);
+    const Sequence s = sequence_of_rows(p, blockIdx.x / num_m_blocks / heads);
     const int row = blockIdx.x % num_m_blocks * kRows + threadIdx.x / kLanes, col = threadIdx.x % kLanes * 8;
     const bool in_sequence = row < s.rows;
 
@@ -48,7 +59,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 
 template <typename T, int kLanes>
 void launch_delta(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(p.seqlen_q, kThreads / kLanes) * p.heads * p.batch;
+    const int64_t batch = p.cu_seqlens_q == nullptr ? p.batch : 1;
+    const int64_t blocks = ceil_div<int64_t>(rows_of_head(p), kThreads / kLanes) * p.heads * batch;
     if (blocks == 0) return;
     launch(delta_kernel<T, kLanes>, {grid_of(blocks), kThreads}, stream, p);
 }

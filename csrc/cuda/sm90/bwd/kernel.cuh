@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/arch/grid_dependency.cuh"
+#include "cuda/common/packed_blocks.cuh"
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
@@ -13,8 +14,7 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits>
 __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& range, int index) {
     const int batch_group_size = static_cast<int>(serial_group_size(p));
-    const int num_n_blocks = ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys),
-              kv_heads = static_cast<int>(p.kv_heads);
+    const int num_n_blocks = range.num_n_blocks, kv_heads = static_cast<int>(p.kv_heads);
     BwdWorkTile work_tile;
     work_tile.batch_rank = index % batch_group_size;
     index /= batch_group_size;
@@ -29,11 +29,18 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& ran
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
         head = first + (index - first * num_n_blocks) % at_once;
     }
-    const HeadAndBatch tile(p, range.first + head, kv_heads);
-    work_tile.kv_head = tile.head;
+    if (range.packs_n_blocks) {
+        const PackedBlock block(p.cu_seqlens_k, p.batch, work_tile.n_block, Traits::kKeys);
+        work_tile.n_block = block.index;
+        work_tile.batch = block.batch;
+        work_tile.kv_head = range.first + head;
+    } else {
+        const HeadAndBatch tile(p, range.first + head, kv_heads);
+        work_tile.batch = tile.batch * batch_group_size + work_tile.batch_rank;
+        work_tile.kv_head = tile.head;
+    }
     work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
     work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
-    work_tile.batch = tile.batch * batch_group_size + work_tile.batch_rank;
     return work_tile;
 }
 
@@ -46,8 +53,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     auto& smem = dynamic_shared_storage<BwdSharedStorage<Traits, kBias>>();
     if (threadIdx.x == 0) {
         if (p.tile_count_semaphore != nullptr)
-            smem.work_index = atomicAdd(p.tile_count_semaphore, 1) -
-                              range.first * ceil_div(static_cast<int>(p.seqlen_k), Traits::kKeys);
+            smem.work_index = atomicAdd(p.tile_count_semaphore, 1) - range.first * range.num_n_blocks;
         smem.init_pipelines();
     }
     __syncthreads();
@@ -70,18 +76,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
-// m_block. clears: zeroes the tiles for the next launch.
+// m_block. first_head: counted over batch elements, too, but for packed sequences. clears: zeroes the tiles for the next launch.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
-    convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {
+__global__ void __launch_bounds__(Traits::kConsumerWarpgroups* kWarpgroupThreads)
+    convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, int num_m_blocks, bool clears) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
-    const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), kRows);
-    const int m_block = blockIdx.x % num_m_blocks;
-    const auto [head, batch] = HeadAndBatch(p, first_head + blockIdx.x / num_m_blocks, static_cast<int>(p.heads));
+    int m_block = blockIdx.x % num_m_blocks, head = first_head + blockIdx.x / num_m_blocks, batch;
+    if (p.cu_seqlens_q != nullptr) {
+        const PackedBlock block(p.cu_seqlens_q, p.batch, m_block, kRows);
+        m_block = block.index;
+        batch = block.batch;
+    } else {
+        batch = head / static_cast<int>(p.heads);
+        head %= static_cast<int>(p.heads);
+    }
     const BwdTiledMma<Traits> tiled_mma(threadIdx.x / kWarpgroupThreads);
     const Sequence s(p, batch);
     if (m_block * kRows >= s.rows) return;

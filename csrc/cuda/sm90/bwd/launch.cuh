@@ -31,23 +31,26 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
 
     // With a serial reduction there is a single launch (plan_launches).
-    const int64_t group_size = serial_group_size(p);
-    const int64_t num_n_blocks = ceil_div<int64_t>(p.seqlen_k, Traits::kKeys),
-                  num_m_blocks = ceil_div<int64_t>(p.seqlen_q, Traits::kRows);
-    const int64_t units = count_launch_units(p), sequences_per_unit = p.kv_heads * p.batch / units,
-                  heads_per_kv = p.heads / p.kv_heads;
+    const bool is_varlen = p.cu_seqlens_q != nullptr;
+    const bool packs_n_blocks = is_varlen && should_pack_blocks(p.total_k, p.batch, p.seqlen_k, Traits::kKeys);
+    const int64_t num_n_blocks = packs_n_blocks ? count_packed_blocks(p.total_k, p.batch, Traits::kKeys)
+                                                : ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
+    const int64_t group_size = serial_group_size(p), units = count_launch_units(p),
+                  indices_per_unit = is_varlen && !packs_n_blocks ? p.batch : 1, heads_per_kv = p.heads / p.kv_heads;
     for (int64_t i = 0; i < p.num_launches; ++i) {
-        const int64_t first_unit = units * i / p.num_launches;
-        const int64_t first = first_unit * sequences_per_unit,
-                      count = units * (i + 1) / p.num_launches * sequences_per_unit - first;
+        const int64_t first = units * i / p.num_launches, count = units * (i + 1) / p.num_launches - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
-        args.dquery_accum -= first_unit * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
-        const BwdLaunchRange range{static_cast<int>(first / group_size), static_cast<int>(count / group_size)};
-        launch(kernel, {grid_of(num_n_blocks * count), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
+        args.dquery_accum -= first * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
+        const int64_t indices = count * indices_per_unit;
+        const BwdLaunchRange range{static_cast<int>(first * indices_per_unit / group_size),
+                                   static_cast<int>(indices / group_size), static_cast<int>(num_n_blocks),
+                                   packs_n_blocks};
+        launch(kernel, {grid_of(num_n_blocks * indices), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
                scale, range);
         launch(convert_dquery_kernel<Traits>,
-               {grid_of(num_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads}, stream,
-               args, static_cast<int>(first * heads_per_kv), i + 1 < p.num_launches);
+               {grid_of(p.dquery_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads},
+               stream, args, static_cast<int>(first * heads_per_kv), static_cast<int>(p.dquery_m_blocks),
+               i + 1 < p.num_launches);
     }
 }
 

@@ -8,6 +8,7 @@
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/common/packed_blocks.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/sm80/bwd/plan.h"
 #include "cuda/sm90/dbias/kernel_traits.h"
@@ -108,7 +109,7 @@ bool should_group_heads(const BwdParams& p, int head_dim) {
 void plan_grouped(const BwdParams& p, int head_dim, BwdPlan& plan) {
     constexpr double kShareOfCache = 0.4;
     const Device& device = current_device();
-    const int64_t rows = grouped_block_m(p), num_m_blocks = ceil_div(p.seqlen_q, rows) * p.kv_heads * p.batch;
+    const int64_t rows = grouped_block_m(p), num_m_blocks = total_m_blocks(p, rows) * p.kv_heads;
     const int64_t block_size = p.heads / p.kv_heads * rows * head_dim;  // elements of Q of an m_block
     const double bytes = static_cast<double>(device.num_sms * block_size) * (2 * kElementBytes + sizeof(float));
     const auto for_cache =

@@ -129,9 +129,11 @@ struct BwdSharedStorage {
 };
 
 // The (batch element, KV head) indices of a launch, as get_work_tile counts them. Batch elements that reduce the
-// gradient of a dense bias serially count as one.
+// gradient of a dense bias serially count as one, and all sequences if packs_n_blocks.
 struct BwdLaunchRange {
     int first, count;
+    int num_n_blocks;     // of one index
+    bool packs_n_blocks;  // n_blocks of packed sequences are numbered as in common/packed_blocks.cuh
 };
 
 // An n_block of one key/value head and batch element.

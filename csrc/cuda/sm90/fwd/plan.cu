@@ -7,6 +7,7 @@
 #include "cuda/common/check.h"
 #include "cuda/common/device.h"
 #include "cuda/common/kernel_table.h"
+#include "cuda/common/packed_blocks.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
@@ -75,23 +76,25 @@ bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
 FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias) {
     FwdGrid grid;
     FwdTileSchedulerParams& scheduler = grid.scheduler;
-    const int64_t num_m_blocks = ceil_div<int64_t>(p.seqlen_q, rows), heads = p.heads / qheads_per_tile;
-    scheduler.num_work_tiles = grid_of(num_m_blocks * heads * p.batch);
+    const int64_t heads = p.heads / qheads_per_tile;
+    scheduler.packs_m_blocks = packs_m_blocks(p, rows);
+    const int64_t num_m_blocks = count_m_blocks(p, rows);
+    const int64_t pairs = heads * (scheduler.packs_m_blocks ? 1 : p.batch);
+    scheduler.num_work_tiles = grid_of(num_m_blocks * pairs);
     scheduler.num_m_blocks = FastDivmod(num_m_blocks);
     scheduler.tile_count_semaphore = p.tile_count_semaphore;
     scheduler.qheads_per_tile = qheads_per_tile;
-    scheduler.batch_first = orders_batch_first(p);
+    scheduler.batch_first = !scheduler.packs_m_blocks && orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
     // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
     // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.
     const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
     const bool uniform = gathers || (!p.is_causal && even);
     constexpr int kShort = 2048;
-    const bool is_persistent =
-        uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p));
-    const int64_t pairs = heads * p.batch;
+    const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort ||
+                               (even && is_near_cache(p)) || (scheduler.packs_m_blocks && !mask_differs_by_row(p));
     int64_t swizzle = scheduler.batch_first ? p.batch : 1;
-    if (is_persistent && !uniform) {
+    if (scheduler.packs_m_blocks || (is_persistent && !uniform)) {
         swizzle = pairs;  // lengths change evenly from the first work tile to the last
     } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
         swizzle = pairs_in_cache(p, pairs);

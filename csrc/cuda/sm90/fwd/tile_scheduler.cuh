@@ -13,10 +13,15 @@
 // | call (plan_grid)                                                      | scheduler          |
 // | interval mask without a dense bias or lists                           | dynamic persistent |
 // | other interval masks; uniform or causal work tiles; at most 2048 rows | static persistent  |
+// | packed sequences with packs_m_blocks, without a mask of each score    | static persistent  |
 // | packed masks; packed sequences; causal, far more K and V than L2      | one CTA per tile   |
+//
+// Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered through
+// (packs_m_blocks in common/packed_blocks.cuh).
 #pragma once
 
 #include "cuda/arch/named_barrier.cuh"
+#include "cuda/common/packed_blocks.cuh"
 #include "cuda/common/sequence.cuh"
 #include "plan.h"
 
@@ -36,8 +41,15 @@ public:
         FlatIndex pair(rest.rest * scheduler.swizzle.value + in_group);
         const int inner = pair.pop(scheduler.inner), outer = static_cast<int>(pair.rest);
         head = scheduler.batch_first ? outer : inner;
-        first_row = (static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block) * rows;
-        s = Sequence(p, scheduler.batch_first ? inner : outer);
+        const int number = static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block;
+        if (scheduler.packs_m_blocks) {
+            const PackedBlock block(p.cu_seqlens_q, p.batch, number, rows);
+            first_row = block.index * rows;
+            s = Sequence(p, block.batch);
+        } else {
+            first_row = number * rows;
+            s = Sequence(p, scheduler.batch_first ? inner : outer);
+        }
     }
     // Whether the m_block lies beyond the rows of its sequence.
     __device__ bool is_empty() const { return first_row >= s.rows; }

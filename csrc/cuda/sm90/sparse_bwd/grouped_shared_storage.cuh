@@ -13,6 +13,7 @@
 #include "cuda/sm90/bwd/workspace.cuh"
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/arch/shared_storage.cuh"
+#include "cuda/common/packed_blocks.cuh"
 #include "kernel_traits.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -28,13 +29,15 @@ struct GroupedSparseBwdWorkTile {
     __device__ GroupedSparseBwdWorkTile(const BwdArgs& p, int work_index)
         : s(p, 0), m_block_rows(static_cast<int>(grouped_block_m(p))) {
         FlatIndex index(work_index);
-        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
+        const int num_m_blocks = static_cast<int>(count_m_blocks(p, m_block_rows));
         split = index.pop(p.list_splits);
         group_index = index.rest;
-        first_row = (num_m_blocks - 1 - index.pop(num_m_blocks)) * m_block_rows;
+        const int m_block = num_m_blocks - 1 - index.pop(num_m_blocks);
         qheads_per_kv = static_cast<int>(p.heads / p.kv_heads);
         head = index.pop(p.kv_heads) * qheads_per_kv;
-        s = Sequence(p, index.rest);
+        const MBlock block(p, m_block, index.rest, m_block_rows);
+        s = Sequence(p, block.batch);
+        first_row = block.first_row;
         end_row = min(first_row + m_block_rows, s.rows);
     }
     __device__ bool is_empty() const { return first_row >= s.rows; }

@@ -23,14 +23,14 @@ void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdTensorMaps, BwdScale), i
 
 template <typename Traits, BiasKind kBias>
 void launch_per_head_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t num_ctas = ceil_div<int64_t>(p.seqlen_q, Traits::kRows) * p.heads * p.batch;
+    const int64_t num_ctas = total_m_blocks(p, Traits::kRows) * p.heads;
     launch_sparse_bwd<Traits, PerHeadSparseBwdSharedStorage<Traits>>(per_head_sparse_bwd_kernel<Traits, kBias>,
                                                                      num_ctas, p, stream);
 }
 
 template <typename Traits, BiasKind kBias>
 void launch_grouped_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t num_ctas = ceil_div(p.seqlen_q, grouped_block_m(p)) * p.kv_heads * p.batch * p.list_splits;
+    const int64_t num_ctas = total_m_blocks(p, grouped_block_m(p)) * p.kv_heads * p.list_splits;
     launch_sparse_bwd<Traits, GroupedSparseBwdSharedStorage<Traits>>(grouped_sparse_bwd_kernel<Traits, kBias>, num_ctas,
                                                                      p, stream);
 }

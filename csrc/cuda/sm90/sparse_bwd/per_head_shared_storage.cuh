@@ -10,6 +10,7 @@
 #include "params.h"
 #include "cuda/arch/smem_descriptor.cuh"
 #include "cuda/arch/pipeline.cuh"
+#include "cuda/common/packed_blocks.cuh"
 #include "kernel_traits.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -23,11 +24,13 @@ struct PerHeadSparseBwdWorkTile {
     __device__ PerHeadSparseBwdWorkTile(const BwdArgs& p, unsigned work_index, int m_block_rows) : s(p, 0) {
         FlatIndex index(work_index);
         const int kv_heads = static_cast<int>(p.kv_heads), qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
-        const int num_m_blocks = ceil_div(static_cast<int>(p.seqlen_q), m_block_rows);
+        const int num_m_blocks = static_cast<int>(count_m_blocks(p, m_block_rows));
         head = index.pop(qheads_per_kv);
-        first_row = (num_m_blocks - 1 - index.pop(num_m_blocks)) * m_block_rows;
+        const int m_block = num_m_blocks - 1 - index.pop(num_m_blocks);
         head += index.pop(kv_heads) * qheads_per_kv;
-        s = Sequence(p, static_cast<int>(index.rest));
+        const MBlock block(p, m_block, static_cast<int>(index.rest), m_block_rows);
+        s = Sequence(p, block.batch);
+        first_row = block.first_row;
     }
     __device__ bool is_empty() const { return first_row >= s.rows; }
 };

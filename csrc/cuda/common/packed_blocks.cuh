@@ -1,0 +1,64 @@
+// Numbers for the blocks of all sequences of a packed batch. A grid over the blocks of the longest sequence would have
+// many CTAs without work where most sequences are short.
+#pragma once
+
+#include <climits>
+
+#include "basics.cuh"
+#include "params.h"
+
+namespace flash_dmattn::cuda {
+
+// The blocks of `size` rows or keys of sequence b have the numbers from cu_seqlens[b] / size + b on: no lengths are
+// summed up, and at most one number precedes those of the next sequence unused.
+constexpr int64_t count_packed_blocks(int64_t total, int64_t batch, int64_t size) { return total / size + batch; }
+
+// Whether these are clearly fewer than the blocks of the longest sequence times the batch.
+constexpr bool should_pack_blocks(int64_t total, int64_t batch, int64_t longest, int64_t size) {
+    return 5 * count_packed_blocks(total, batch, size) < 4 * ceil_div(longest, size) * batch;
+}
+
+// m_blocks of `rows` rows of one head: of all sequences if packs_m_blocks, else of a batch element.
+constexpr bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
+    return p.cu_seqlens_q != nullptr && should_pack_blocks(p.total_q, p.batch, p.seqlen_q, rows);
+}
+constexpr int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
+    return packs_m_blocks(p, rows) ? count_packed_blocks(p.total_q, p.batch, rows) : ceil_div(p.seqlen_q, rows);
+}
+// The number of these over the batch.
+constexpr int64_t total_m_blocks(const AttentionParams& p, int64_t rows) {
+    return count_m_blocks(p, rows) * (packs_m_blocks(p, rows) ? 1 : p.batch);
+}
+
+struct PackedBlock {
+    int batch;  // the sequence
+    int index;  // of the block in it; beyond the sequence where the number is unused
+
+    __device__ __forceinline__ PackedBlock(const int32_t* cu_seqlens, int64_t num_sequences, int number, int size) {
+        const auto first = [&](int b) { return cu_seqlens[b] / size + b; };
+        int end = static_cast<int>(num_sequences);
+        batch = 0;
+        while (end - batch > 1) {
+            const int middle = (batch + end) / 2;
+            (first(middle) <= number ? batch : end) = middle;
+        }
+        index = number - first(batch);
+        if (index < 0) index = INT_MAX / size;
+    }
+};
+
+// m_block `number` of count_m_blocks: its batch element, which is `batch` unless packs_m_blocks, and its first row, which
+// may lie beyond the sequence.
+struct MBlock {
+    int batch, first_row;
+
+    __device__ __forceinline__ MBlock(const AttentionParams& p, int number, int batch_, int rows)
+        : batch(batch_), first_row(number * rows) {
+        if (!packs_m_blocks(p, rows)) return;
+        const PackedBlock block(p.cu_seqlens_q, p.batch, number, rows);
+        batch = block.batch;
+        first_row = block.index * rows;
+    }
+};
+
+}  // namespace flash_dmattn::cuda

@@ -170,6 +170,11 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
         require_tensor(name, tensor)
         if name != "softmax_scale":  # a number on the CPU serves every device: checks.check_scale
             require_device(name, tensor, tensors["query"].device, "query")
+        if name in ("k_cache", "v_cache", "bias_cache") and not torch.compiler.is_compiling() and tensor.is_neg():
+            raise ValueError(
+                f"{name} must not be a view whose negation is yet to be done (is_neg()), since new tokens are written "
+                f"into it: pass {name}.resolve_neg()"
+            )
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "

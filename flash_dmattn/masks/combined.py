@@ -34,7 +34,7 @@ def intersection_with_bool(a: KeyIntervalMask, b: Tensor) -> Tensor:
     if b.dtype != torch.bool:
         raise TypeError(f"{name} must be bool, got {names([b.dtype])}")
     if b.ndim == 4 and not a.is_varlen:
-        rows = a.rows if a.rows is not None else b.shape[2] if b.shape[2] > 1 else a.keys
+        rows = a.rows if a.rows is not None else b.shape[2] if b.shape[2] != 1 else a.keys
         heads = max(a.heads, b.shape[1])
         fits = (
             (a.batches == b.shape[0] or is_one_of(1, a.batches, b.shape[0]))

@@ -124,6 +124,7 @@ class KeyLists(Container, Mask):
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
         elif isinstance(mask, KeyIntervalMask):
             mask._require_rows("mask", seqlen_q)
         mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
@@ -187,6 +188,7 @@ class KeyLists(Container, Mask):
             check_same_sequences(cu_seqlens_q, cu_seqlens_k)
             check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
             check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
+            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
         if mask is not None:
             require_device("mask", mask.intervals, indices.device, "indices")
             mask._require_rows("mask", seqlen_q)

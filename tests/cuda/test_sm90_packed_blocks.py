@@ -33,7 +33,7 @@ def make_bias(kind):
 def make_mask(kind):
     if kind == "none":
         return None
-    if kind == "intervals":
+    if kind in ("intervals", "lists"):
         return intervals(total(KEYS), KV_HEADS, rows=300)
     return mask_of(total(KEYS), KV_HEADS) if kind == "keys" else mask_of(total(ROWS), 1, LONGEST)
 
@@ -50,16 +50,18 @@ def alone(x, kind, rows, keys):
 
 
 @CAUSAL
-@pytest.mark.parametrize("mask_kind", ["none", "keys", "scores", "intervals"])
+@pytest.mark.parametrize("mask_kind", ["none", "keys", "scores", "intervals", "lists"])
 @pytest.mark.parametrize("bias_kind", ["none", "key", "dense", "relative"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_sequences_are_as_if_they_were_alone(head_dim, bias_kind, mask_kind, causal, poisoned_allocations):
+    if mask_kind == "lists" and bias_kind in ("dense", "relative"):
+        pytest.skip("the sm80 kernels serve these lists")
     tensors = [randn(total(n), h, head_dim) for n, h in ((ROWS, HEADS), (KEYS, KV_HEADS), (KEYS, KV_HEADS))]
     bias, mask = make_bias(bias_kind), make_mask(mask_kind)
     relative_bias = randn(1, HEADS, 61) if bias_kind == "relative" else None
     leaves = [x.requires_grad_() for x in (*tensors, bias, relative_bias) if x is not None]
     options = {"attn_mask": mask, "attn_bias": bias, "relative_bias": relative_bias, "is_causal": causal}
-    options |= {"sparse": "tiles", "return_lse": True}
+    options |= {"sparse": "lists" if mask_kind == "lists" else "tiles", "return_lse": True}
     limits = {"cu_seqlens_q": boundaries(ROWS), "cu_seqlens_k": boundaries(KEYS)}
     limits |= {"max_seqlen_q": max(ROWS), "max_seqlen_k": LONGEST}
     out, lse = flash_dmattn_varlen_func(*tensors, **options, **limits)

@@ -176,6 +176,12 @@ def test_masks_together():
     assert top.unstructured and (mask & top).unstructured and (top & mask).unstructured and not mask.unstructured
 
 
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_tensor_gives_the_rows_of_a_mask_without_them(rows):
+    mask = KeyIntervalMask(torch.zeros(1, 1, 3).int(), torch.ones(1, 1, 3).int())
+    assert (mask & torch.ones(1, 1, rows, 3, dtype=torch.bool)).shape == (1, 1, 3 if rows == 1 else rows, 3)
+
+
 def test_repr():
     assert repr(KeyIntervalMask.causal(3, 5)) == "KeyIntervalMask(batches=1, heads=1, rows=3, keys=5, device='cpu')"
     mask = KeyIntervalMask.topk(torch.randn(2, 3, 1, 7), 4)

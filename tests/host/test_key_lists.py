@@ -428,6 +428,20 @@ def test_build_key_lists_checks_its_arguments():
         ops.build_key_lists(rand_mask(1, 1, 5, 6), None, 5, 7, False, None, None, None, None)
 
 
+def test_strided_cu_seqlens():
+    cu_q, cu_k = torch.tensor([0, 4, 10]).int(), torch.tensor([0, 5, 12]).int()
+    mask = KeyIntervalMask.sliding_window_varlen(cu_q, cu_k, 12, 3)
+    indices = torch.randint(0, 5, (10, 1, 2)).int()
+    for build in (lambda *cu: KeyLists.build(mask, 6, 7, False, *cu), lambda *cu: index_lists(indices, *cu)):
+        strided = (torch.stack([cu, -cu], dim=1)[:, 0] for cu in (cu_q, cu_k))
+        expected, lists = build(cu_q, cu_k), build(*strided)
+        assert torch.equal(lists.kv_indices, expected.kv_indices) and torch.equal(lists.kv_indptr, expected.kv_indptr)
+
+
+def index_lists(indices, cu_q, cu_k):
+    return KeyLists.from_indices(indices, 6, 7, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
 @pytest.mark.parametrize("known", ["values", "totals"])
 def test_lists_take_room_for_the_sequences_that_there_are(known, monkeypatch):
     """256 sequences of 16 keys: lists of max_seqlen 131072 each would take 3 GB."""

@@ -443,6 +443,12 @@ def test_pages_that_alternate_in_memory_are_written(make):
     assert k_cache.any() and v_cache.any()
 
 
+@pytest.mark.parametrize("name", ["k_cache", "v_cache", "bias_cache"])
+def test_negated_views_are_refused(name):
+    with pytest.raises(ValueError, match=rf"{name} must not be a view whose negation .*: pass {name}.resolve_neg\(\)"):
+        fixed(**{name: lambda x: torch.complex(x, x).conj().imag})
+
+
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])
 def test_gradients_are_refused(name):
     changes = {name: torch.zeros(4, requires_grad=True) if name == "sinks" else lambda x: x.requires_grad_()}

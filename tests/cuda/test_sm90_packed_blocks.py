@@ -1,4 +1,4 @@
-"""Packed batches in which most sequences are far shorter than the longest: their blocks are numbered through."""
+"""Packed batches in which most sequences are far shorter than the longest: their blocks are numbered consecutively."""
 
 import pytest
 import torch

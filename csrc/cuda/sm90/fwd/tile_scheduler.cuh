@@ -16,7 +16,7 @@
 // | packed sequences with packs_m_blocks, without a mask of each score    | static persistent  |
 // | packed masks; packed sequences; causal, far more K and V than L2      | one CTA per tile   |
 //
-// Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered through
+// Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered consecutively
 // (packs_m_blocks in common/packed_blocks.cuh).
 #pragma once
 

@@ -18,14 +18,21 @@ constexpr bool should_pack_blocks(int64_t total, int64_t batch, int64_t longest,
     return 5 * count_packed_blocks(total, batch, size) < 4 * ceil_div(longest, size) * batch;
 }
 
-// m_blocks of `rows` rows of one head: of all sequences if packs_m_blocks, else of a batch element.
+// m_blocks of `rows` rows, or n_blocks of `keys` keys, of one head: of all sequences if they are packed, else of a batch
+// element.
 constexpr bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q != nullptr && should_pack_blocks(p.total_q, p.batch, p.seqlen_q, rows);
 }
 constexpr int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
     return packs_m_blocks(p, rows) ? count_packed_blocks(p.total_q, p.batch, rows) : ceil_div(p.seqlen_q, rows);
 }
-// The number of these over the batch.
+constexpr bool packs_n_blocks(const AttentionParams& p, int64_t keys) {
+    return p.cu_seqlens_k != nullptr && should_pack_blocks(p.total_k, p.batch, p.seqlen_k, keys);
+}
+constexpr int64_t count_n_blocks(const AttentionParams& p, int64_t keys) {
+    return packs_n_blocks(p, keys) ? count_packed_blocks(p.total_k, p.batch, keys) : ceil_div(p.seqlen_k, keys);
+}
+// m_blocks of one head over the whole batch.
 constexpr int64_t total_m_blocks(const AttentionParams& p, int64_t rows) {
     return count_m_blocks(p, rows) * (packs_m_blocks(p, rows) ? 1 : p.batch);
 }
@@ -47,8 +54,8 @@ struct PackedBlock {
     }
 };
 
-// m_block `number` of count_m_blocks: its batch element, which is `batch` unless packs_m_blocks, and its first row, which
-// may lie beyond the sequence.
+// m_block `number` of count_m_blocks: its batch element, which is batch_ unless m_blocks are packed, and its first row,
+// which may lie beyond the sequence.
 struct MBlock {
     int batch, first_row;
 

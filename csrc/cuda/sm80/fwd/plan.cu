@@ -24,8 +24,8 @@ void launch(const FwdArgs& args, const FwdTileChoice& choice, cudaStream_t strea
 using Launcher = void (*)(const FwdArgs&, const FwdTileChoice&, cudaStream_t);
 const KernelTable<Launcher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM80_FWD_KERNELS, launch));
 
-// Query heads that share an m_block: those of a GQA group where they share keys. Packing is faster over key lists, and where
-// rows are few: neighbouring rows see similar keys, and a dense n_block saves nothing.
+// Query heads that share an m_block: those of a GQA group where they share keys. Packing is faster over key lists, and
+// where rows are few: neighbouring rows see similar keys, and a dense n_block saves nothing.
 int64_t plan_qheads_per_tile(const FwdParams& p) {
     const int64_t qheads_per_kv = p.heads / p.kv_heads;
     const bool packs = p.lists.present() || p.seqlen_q * qheads_per_kv <= kSmallRows;

@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
-// m_block. first_head: counted over batch elements, too, but for packed sequences. clears: zeroes the tiles for the next launch.
+// m_block. first_head: of packed sequences a head, else an index over batch elements and heads. num_m_blocks: of a head.
+// clears: zeroes the tiles for the next launch.
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kConsumerWarpgroups* kWarpgroupThreads)
+__global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, int num_m_blocks, bool clears) {
     grid_dependency_sync();
     if (is_inactive(p)) return;

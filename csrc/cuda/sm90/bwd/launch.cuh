@@ -31,20 +31,17 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
 
     // With a serial reduction there is a single launch (plan_launches).
-    const bool is_varlen = p.cu_seqlens_q != nullptr;
-    const bool packs_n_blocks = is_varlen && should_pack_blocks(p.total_k, p.batch, p.seqlen_k, Traits::kKeys);
-    const int64_t num_n_blocks = packs_n_blocks ? count_packed_blocks(p.total_k, p.batch, Traits::kKeys)
-                                                : ceil_div<int64_t>(p.seqlen_k, Traits::kKeys);
-    const int64_t group_size = serial_group_size(p), units = count_launch_units(p),
-                  indices_per_unit = is_varlen && !packs_n_blocks ? p.batch : 1, heads_per_kv = p.heads / p.kv_heads;
+    const bool packs = packs_n_blocks(p, Traits::kKeys);
+    const int64_t num_n_blocks = count_n_blocks(p, Traits::kKeys), group_size = serial_group_size(p),
+                  units = count_launch_units(p), heads_per_kv = p.heads / p.kv_heads,
+                  indices_per_unit = p.cu_seqlens_q != nullptr && !packs ? p.batch : 1;
     for (int64_t i = 0; i < p.num_launches; ++i) {
         const int64_t first = units * i / p.num_launches, count = units * (i + 1) / p.num_launches - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
         args.dquery_accum -= first * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
         const int64_t indices = count * indices_per_unit;
         const BwdLaunchRange range{static_cast<int>(first * indices_per_unit / group_size),
-                                   static_cast<int>(indices / group_size), static_cast<int>(num_n_blocks),
-                                   packs_n_blocks};
+                                   static_cast<int>(indices / group_size), static_cast<int>(num_n_blocks), packs};
         launch(kernel, {grid_of(num_n_blocks * indices), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
                scale, range);
         launch(convert_dquery_kernel<Traits>,

@@ -9,8 +9,8 @@
 
 namespace flash_dmattn::cuda {
 
-// The blocks of `size` rows or keys of sequence b have the numbers from cu_seqlens[b] / size + b on: no lengths are
-// summed up, and at most one number precedes those of the next sequence unused.
+// The blocks of `size` rows or keys of sequence b have the numbers from cu_seqlens[b] / size + b on. No prefix sum is
+// needed; between two sequences at most one number is unused.
 constexpr int64_t count_packed_blocks(int64_t total, int64_t batch, int64_t size) { return total / size + batch; }
 
 // Whether these are clearly fewer than the blocks of the longest sequence times the batch.
@@ -18,8 +18,8 @@ constexpr bool should_pack_blocks(int64_t total, int64_t batch, int64_t longest,
     return 5 * count_packed_blocks(total, batch, size) < 4 * ceil_div(longest, size) * batch;
 }
 
-// m_blocks of `rows` rows, or n_blocks of `keys` keys, of one head: of all sequences if they are packed, else of a batch
-// element.
+// m_blocks of `rows` rows, or n_blocks of `keys` keys, of one head: of all sequences if they are packed, else of one
+// batch element.
 constexpr bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q != nullptr && should_pack_blocks(p.total_q, p.batch, p.seqlen_q, rows);
 }
@@ -50,17 +50,17 @@ struct PackedBlock {
             (first(middle) <= number ? batch : end) = middle;
         }
         index = number - first(batch);
-        if (index < 0) index = INT_MAX / size;
+        if (index < 0) index = INT_MAX / size - 1;
     }
 };
 
-// m_block `number` of count_m_blocks: its batch element, which is batch_ unless m_blocks are packed, and its first row,
-// which may lie beyond the sequence.
-struct MBlock {
+// m_block `number` of count_m_blocks: its batch element, which is fixed_batch unless m_blocks are packed, and its first
+// row, which may lie beyond the sequence.
+struct NumberedMBlock {
     int batch, first_row;
 
-    __device__ __forceinline__ MBlock(const AttentionParams& p, int number, int batch_, int rows)
-        : batch(batch_), first_row(number * rows) {
+    __device__ __forceinline__ NumberedMBlock(const AttentionParams& p, int number, int fixed_batch, int rows)
+        : batch(fixed_batch), first_row(number * rows) {
         if (!packs_m_blocks(p, rows)) return;
         const PackedBlock block(p.cu_seqlens_q, p.batch, number, rows);
         batch = block.batch;

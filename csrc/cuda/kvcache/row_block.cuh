@@ -2,16 +2,16 @@
 #pragma once
 
 #include "args.h"
+#include "cuda/common/packed_blocks.cuh"
 
 namespace flash_dmattn::cuda {
 
-// Block number `index`. A sequence has ceil(rows / kRows) consecutive blocks, and at most one number is unused before
-// those of the next sequence: no lengths are summed up to find a block.
+// Block number `index`, numbered as in common/packed_blocks.cuh.
 template <int kRows>
 struct RowBlock {
     int batch, first_row;  // in the sequence; beyond its rows where the number is unused
 
-    static int64_t count(const KvCacheParams& p) { return p.total_q / kRows + p.batch; }
+    static int64_t count(const KvCacheParams& p) { return count_packed_blocks(p.total_q, p.batch, kRows); }
     // All threads of a CTA call.
     __device__ RowBlock(const KvCacheArgs& p, int index) {
         int begun = 0;  // sequences whose first block has at most this number

@@ -18,12 +18,12 @@ __device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& ran
     BwdWorkTile work_tile;
     work_tile.batch_rank = index % batch_group_size;
     index /= batch_group_size;
-    int head = index / num_n_blocks;  // of the launch, over batch elements, too (HeadAndBatch)
+    int head = index / num_n_blocks;  // of the launch; over batch elements, too (HeadAndBatch), if not packed
     work_tile.n_block = index % num_n_blocks;
     if (p.is_causal || p.deterministic) {
         // kHeadsAtOnce of these at a time, lower n_blocks before higher ones. Under causality more rows see the lower
-        // ones: the longest work tiles start first. In deterministic order a CTA waits for lower n_blocks: few of one
-        // head should be active at once.
+        // ones: the longest work tiles of a sequence start first. In deterministic order a CTA waits for lower
+        // n_blocks: few of one head should be active at once.
         constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
         const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(range.count - first, kHeadsAtOnce);
         work_tile.n_block = (index - first * num_n_blocks) / at_once;
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         smem.init_pipelines();
     }
     __syncthreads();
-    const auto work_tile =
-        get_work_tile<Traits>(p, range, p.tile_count_semaphore != nullptr ? smem.work_index : static_cast<int>(blockIdx.x));
+    const int work_index = p.tile_count_semaphore != nullptr ? smem.work_index : static_cast<int>(blockIdx.x);
+    const auto work_tile = get_work_tile<Traits>(p, range, work_index);
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
-// m_block. first_head: of packed sequences a head, else an index over batch elements and heads. num_m_blocks: of a head.
-// clears: zeroes the tiles for the next launch.
+// m_block. first_head: of packed sequences a head, else an index over batch elements and heads. num_m_blocks: of a
+// head. clears: zeroes the tiles for the next launch.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
     convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, int num_m_blocks, bool clears) {

@@ -53,8 +53,9 @@ DenseDbias plan_dense_dbias(const BwdParams& p) {
     // The recompute kernel stores 16 bytes at once. The stride of a single row does not count for TMA.
     const bool is_aligned = is_tma_compatible(dense_bias_layout(p, p.dbias)) && p.dbias.row_stride % 8 == 0;
     const bool fits_grid = count_dbias_tiles(p, kDbiasRows, kMinDbiasKeys) <= INT32_MAX;
-    // With one contributor sm80's main kernel stores dx, and no second kernel runs: faster up to head dimension 64.
-    const bool is_faster = count_contributors(p) > 1 || p.head_dim > 64;
+    // With one contributor sm80's main kernel stores dx, and no second kernel runs: faster up to head dimension 64, and
+    // where most packed sequences are short, since this kernel's grid has the tiles of the longest one for each.
+    const bool is_faster = count_contributors(p) > 1 || (p.head_dim > 64 && !packs_m_blocks(p, kDbiasRows));
     return is_faster && is_aligned && fits_grid ? DenseDbias::kRecompute : DenseDbias::kNone;
 }
 
@@ -156,13 +157,13 @@ bool should_use_tall_tile(const BwdParams& p, int head_dim) {
     if (!has_tall_bwd_tile(head_dim) || has_mask(p) || p.softcap != 0) return false;
     if (p.bias.kind == BiasKind::kDense || p.relative_bias.present()) return false;
     constexpr double kTimeOfRow = 0.95;  // of that with the other tile, as measured on an H200
-    const auto [other_rows, keys] = bwd_tile_sizes(head_dim);
+    const auto [default_rows, keys] = bwd_tile_sizes(head_dim);
     const int64_t length = p.cu_seqlens_q == nullptr ? p.seqlen_q : ceil_div(p.total_q, p.batch);
     const auto rows_of_n_block = [&, keys = keys](int rows) {  // on average
         const int64_t all = ceil_div<int64_t>(length, rows) * rows;
         return static_cast<double>(p.is_causal ? all - length / 2 + (rows - std::gcd(rows, keys)) / 2 : all);
     };
-    return rows_of_n_block(kTallBwdRows) * kTimeOfRow < rows_of_n_block(other_rows);
+    return rows_of_n_block(kTallBwdRows) * kTimeOfRow < rows_of_n_block(default_rows);
 }
 
 bool plan_dense(const BwdParams& p, BwdPlan& plan) {

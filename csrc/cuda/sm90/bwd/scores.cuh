@@ -57,7 +57,7 @@ protected:
     private:
         static constexpr int kMaxPrefetched = Traits::kIsTall && kBias == BiasKind::kKey ? 4 : 8;
         static constexpr int kPrefetched =
-            kFragments <= 10 && kBias != BiasKind::kDense ? std::min(kFragments, kMaxPrefetched) : 0;
+            kFragments < 16 && kBias != BiasKind::kDense ? std::min(kFragments, kMaxPrefetched) : 0;
         __device__ __forceinline__ float2 load(int m) const { return *reinterpret_cast<const float2*>(stats_ + m * 8); }
 
         const float* stats_;
@@ -89,7 +89,7 @@ protected:
             // relative bias, or the dense bias of the next packed sequence.
             const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
             if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
-            // The same without a register for the end.
+            // Without a mask the end is a constant, which takes no register: keys beyond the sequence begin at INT_MAX.
             if constexpr (!Traits::kHasMask) rows_[h] = {k < s.keys ? rows_[h].begin : INT_MAX, INT_MAX};
             if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }

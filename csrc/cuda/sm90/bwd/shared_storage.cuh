@@ -76,8 +76,8 @@ struct BwdSharedStorage {
         // Read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool is_full_block;               // no score is masked
-            int8_t clamped;                   // all scores read an end of the relative bias: -1 or 1, else 0
+            bool is_full_block;                        // no score is masked
+            int8_t clamped;                            // all scores read an end of the relative bias: -1 or 1, else 0
             bool has_empty_rows[ceil_div(kRows, 32)];  // for 32 rows each: some see no key or lie beyond the sequence
         };
         Header header;

@@ -1,4 +1,5 @@
-// The recompute kernel of dbias, for a dense bias that many batch elements or several heads share.
+// The recompute kernel of dbias, for a dense bias that many batch elements or several heads share, with a softcap, and
+// of packed sequences.
 //
 // A CTA owns a tile of dbias. It loops over the contributors, recomputes P and dP of each, and sums dx in float32
 // registers: no atomics, and nothing of the size [B, H, Sq, Sk].

@@ -8,9 +8,8 @@ namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kDbiasRows = 128;  // of a tile
 constexpr int kMinDbiasKeys = 64;
-constexpr int dbias_keys(int head_dim) {
-    return head_dim <= 128 ? 128 : kMinDbiasKeys;
-}  // of a compiled head dimension
+// Of a compiled head dimension.
+constexpr int dbias_keys(int head_dim) { return head_dim <= 128 ? 128 : kMinDbiasKeys; }
 
 template <typename T_, int kHeadDim_>
 struct DbiasKernelTraits {

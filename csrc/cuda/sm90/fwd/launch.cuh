@@ -22,7 +22,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     const int qheads_per_tile =
         Traits::kGathers && p.lists.m_block_rows < Traits::kRows ? Traits::kConsumerWarpgroups : 1;
     const int rows = Traits::kRows / qheads_per_tile;
-    const FwdGrid grid = plan_grid(p, rows, qheads_per_tile, Traits::kGathers, kIsDense);
+    const FwdGrid grid = plan_grid(p, rows, qheads_per_tile, Traits::kGathers);
 
     FwdKernelParams params{grid.scheduler, {}};
     FwdSoftmaxParams& softmax = params.softmax;

@@ -73,7 +73,7 @@ bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
     return true;
 }
 
-FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias) {
+FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers) {
     FwdGrid grid;
     FwdTileSchedulerParams& scheduler = grid.scheduler;
     const int64_t heads = p.heads / qheads_per_tile;
@@ -87,20 +87,23 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers,
     scheduler.batch_first = !scheduler.packs_m_blocks && orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
     // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
-    // unless the scheduler is dynamic (interval masks): so they must be short or their lengths change evenly.
+    // unless the scheduler is dynamic (interval masks): so they must be short, their lengths change evenly, or a CTA has
+    // so many that these average out.
     const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
     const bool uniform = gathers || (!p.is_causal && even);
-    constexpr int kShort = 2048;
-    const bool is_persistent = uniform || p.interval_summaries.present() || p.seqlen_q <= kShort ||
-                               (even && is_near_cache(p)) || (scheduler.packs_m_blocks && !mask_differs_by_row(p));
+    constexpr unsigned kShort = 2048, kManyRounds = 16;
+    const unsigned num_sms = current_device().num_sms;
+    const bool averages_out =
+        scheduler.packs_m_blocks && !mask_differs_by_row(p) && scheduler.num_work_tiles >= kManyRounds * num_sms;
+    const bool is_persistent =
+        uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p)) || averages_out;
     int64_t swizzle = scheduler.batch_first ? p.batch : 1;
     if (scheduler.packs_m_blocks || (is_persistent && !uniform)) {
-        swizzle = pairs;  // lengths change evenly from the first work tile to the last
+        swizzle = pairs;  // lengths change evenly from the first work tile to the last, if m_blocks are not packed
     } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
         swizzle = pairs_in_cache(p, pairs);
     }
     scheduler.swizzle = FastDivmod(swizzle);
-    const unsigned num_sms = current_device().num_sms;
     grid.num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
     return grid;
 }

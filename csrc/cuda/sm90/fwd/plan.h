@@ -34,7 +34,7 @@ struct FwdGrid {
     unsigned num_ctas = 0;
 };
 // rows: of a work tile. gathers: over key lists.
-FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers, bool has_dense_bias);
+FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers);
 
 template <typename T, int kHeadDim>
 void run_fwd(const FwdArgs& args, cudaStream_t stream);

@@ -11,29 +11,31 @@ namespace flash_dmattn::cuda {
 
 // The blocks of `size` rows or keys of sequence b have the numbers from cu_seqlens[b] / size + b on. No prefix sum is
 // needed; between two sequences at most one number is unused.
-constexpr int64_t count_packed_blocks(int64_t total, int64_t batch, int64_t size) { return total / size + batch; }
+constexpr __host__ __device__ int64_t count_packed_blocks(int64_t total, int64_t batch, int64_t size) {
+    return total / size + batch;
+}
 
 // Whether these are clearly fewer than the blocks of the longest sequence times the batch.
-constexpr bool should_pack_blocks(int64_t total, int64_t batch, int64_t longest, int64_t size) {
+constexpr __host__ __device__ bool should_pack_blocks(int64_t total, int64_t batch, int64_t longest, int64_t size) {
     return 5 * count_packed_blocks(total, batch, size) < 4 * ceil_div(longest, size) * batch;
 }
 
 // m_blocks of `rows` rows, or n_blocks of `keys` keys, of one head: of all sequences if they are packed, else of one
 // batch element.
-constexpr bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
+constexpr __host__ __device__ bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q != nullptr && should_pack_blocks(p.total_q, p.batch, p.seqlen_q, rows);
 }
-constexpr int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
+constexpr __host__ __device__ int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
     return packs_m_blocks(p, rows) ? count_packed_blocks(p.total_q, p.batch, rows) : ceil_div(p.seqlen_q, rows);
 }
-constexpr bool packs_n_blocks(const AttentionParams& p, int64_t keys) {
+constexpr __host__ __device__ bool packs_n_blocks(const AttentionParams& p, int64_t keys) {
     return p.cu_seqlens_k != nullptr && should_pack_blocks(p.total_k, p.batch, p.seqlen_k, keys);
 }
-constexpr int64_t count_n_blocks(const AttentionParams& p, int64_t keys) {
+constexpr __host__ __device__ int64_t count_n_blocks(const AttentionParams& p, int64_t keys) {
     return packs_n_blocks(p, keys) ? count_packed_blocks(p.total_k, p.batch, keys) : ceil_div(p.seqlen_k, keys);
 }
 // m_blocks of one head over the whole batch.
-constexpr int64_t total_m_blocks(const AttentionParams& p, int64_t rows) {
+constexpr __host__ __device__ int64_t total_m_blocks(const AttentionParams& p, int64_t rows) {
     return count_m_blocks(p, rows) * (packs_m_blocks(p, rows) ? 1 : p.batch);
 }
 

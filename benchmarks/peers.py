@@ -50,7 +50,7 @@ def packed(inputs: Inputs) -> Operation:
 
     def forward() -> Tensor:
         tensors = [leaf.flatten(0, 1) for leaf in leaves]
-        lengths = (rows, rows, problem.seqlen_q, problem.seqlen_k)
+        lengths = (rows, rows, problem.max_seqlen or problem.seqlen_q, problem.max_seqlen or problem.seqlen_k)
         out = flash_dmattn_varlen_func(*tensors, None, None, *lengths, is_causal=problem.is_causal)
         return out.unflatten(0, (problem.batch, -1))
 
@@ -252,8 +252,9 @@ def flash_attention_4(inputs: Inputs) -> Operation:
     if not problem.packed:
         return Operation(lambda: out_of(flash_attn_func(*leaves, **options)), leaves)
     ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
-    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": problem.seqlen_q}
-    options |= {"max_seqlen_k": problem.seqlen_k}
+    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    options |= {"max_seqlen_q": problem.max_seqlen or problem.seqlen_q}
+    options |= {"max_seqlen_k": problem.max_seqlen or problem.seqlen_k}
 
     def forward() -> Tensor:
         rows = (leaf.flatten(0, 1) for leaf in leaves)

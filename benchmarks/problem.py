@@ -90,6 +90,7 @@ class Problem:
     as_intervals: bool = False  # whether the mask of `window` is a KeyIntervalMask, not a bool one
     intervals: Callable[[int, str], KeyIntervalMask] | None = None  # from length and device; instead of `mask`
     packed: bool = False  # whether flash_dmattn takes the batch elements as packed sequences
+    max_seqlen: int | None = None  # of a packed call; None: their length
     uses_lse: bool = True  # whether lse has a gradient
 
     def shape_of(self, layout: str) -> tuple[int, ...]:
@@ -198,7 +199,9 @@ def shrunk(workload, by: int):
         return workload
     if hasattr(workload, "shrunk"):
         return workload.shrunk(by)
-    lengths = {name: getattr(workload, name, None) for name in ("seqlen", "seqlen_q", "seqlen_k", "window", "n")}
+    lengths = {
+        name: getattr(workload, name, None) for name in ("seqlen", "seqlen_q", "seqlen_k", "max_seqlen", "window", "n")
+    }
     return replace(workload, **{name: max(1, size // by) for name, size in lengths.items() if size})
 
 

@@ -55,6 +55,7 @@ WORKLOADS = {
         dense("causal, sliding window of 1024", 1, 16, 16384, 128, intervals=sliding_window, **LONG),
         dense("causal, documents of 700", 1, 16, 16384, 128, intervals=documents, **LONG),
         dense("causal, packed sequences", 32, 16, 512, 128, packed=True, **LONG),
+        dense("causal, max_seqlen 8192 for packed sequences", 128, 16, 256, 128, packed=True, max_seqlen=8192, **LONG),
         dense("decode, key mask", 8, 32, 131072, 128, seqlen_q=1, window=2048, **TOP_W),
     ],
 }

@@ -244,7 +244,8 @@ def test_flash_attention_4_is_called_with_its_arguments(monkeypatch, returns_lse
     cute = SimpleNamespace(flash_attn_func=fixed, flash_attn_varlen_func=varlen)
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(cute=cute))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    for options in ({}, {"is_causal": True}, {"is_causal": True, "packed": True}):
+    packed = {"is_causal": True, "packed": True}
+    for options in ({}, {"is_causal": True}, packed, {**packed, "max_seqlen": 100}):
         problem = problems.square("", 2, 4, 64, 32, kv_heads=2, **options)
         inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
         expected = peers.ours("reference", inputs).forward()
@@ -274,7 +275,9 @@ def test_the_limit_counts_intervals_as_it_counts_scores():
         assert torch.equal(limit.rows_that_see(inputs), limit.rows_that_see(replace(inputs, mask=everything)))
 
 
-@pytest.mark.parametrize("workload", ["causal, sliding", "causal, documents", "causal, packed", "causal, B1 H16/4"])
+@pytest.mark.parametrize(
+    "workload", ["causal, sliding", "causal, documents", "causal, packed", "causal, max", "causal, B1 H16/4"]
+)
 def test_what_a_long_workload_computes(workload):
     """Made small: flash_dmattn and SDPA agree, and the limit counts the same scores."""
     (problem,) = (problem for problem in dense.WORKLOADS["cuda"] if problem.name.startswith(workload))

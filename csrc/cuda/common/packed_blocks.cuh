@@ -9,10 +9,14 @@
 
 namespace flash_dmattn::cuda {
 
-// The blocks of `size` rows or keys of sequence b have the numbers from cu_seqlens[b] / size + b on. No prefix sum is
+// The number of a sequence's first block of `size` rows or keys; cu_seqlen: where the sequence begins. No prefix sum is
 // needed; between two sequences at most one number is unused.
+template <typename Index>
+constexpr __host__ __device__ Index first_packed_block(Index cu_seqlen, Index sequence, Index size) {
+    return cu_seqlen / size + sequence;
+}
 constexpr __host__ __device__ int64_t count_packed_blocks(int64_t total, int64_t batch, int64_t size) {
-    return total / size + batch;
+    return first_packed_block(total, batch, size);
 }
 
 // Whether these are clearly fewer than the blocks of the longest sequence times the batch.
@@ -44,7 +48,7 @@ struct PackedBlock {
     int index;  // of the block in it; beyond the sequence where the number is unused
 
     __device__ __forceinline__ PackedBlock(const int32_t* cu_seqlens, int64_t num_sequences, int number, int size) {
-        const auto first = [&](int b) { return cu_seqlens[b] / size + b; };
+        const auto first = [&](int b) { return first_packed_block(cu_seqlens[b], b, size); };
         int end = static_cast<int>(num_sequences);
         batch = 0;
         while (end - batch > 1) {
@@ -56,14 +60,15 @@ struct PackedBlock {
     }
 };
 
-// m_block `number` of count_m_blocks: its batch element, which is fixed_batch unless m_blocks are packed, and its first
-// row, which may lie beyond the sequence.
+// m_block `number` of count_m_blocks: its batch element, which is fixed_batch unless is_packed, and its first row,
+// which may lie beyond the sequence.
 struct NumberedMBlock {
     int batch, first_row;
 
-    __device__ __forceinline__ NumberedMBlock(const AttentionParams& p, int number, int fixed_batch, int rows)
+    __device__ __forceinline__ NumberedMBlock(const AttentionParams& p, bool is_packed, int number, int fixed_batch,
+                                              int rows)
         : batch(fixed_batch), first_row(number * rows) {
-        if (!packs_m_blocks(p, rows)) return;
+        if (!is_packed) return;
         const PackedBlock block(p.cu_seqlens_q, p.batch, number, rows);
         batch = block.batch;
         first_row = block.index * rows;

@@ -28,7 +28,7 @@ private:
     __device__ static int first_block(const KvCacheArgs& p, int batch) {
         const int total = static_cast<int>(p.total_q), fixed = batch * static_cast<int>(p.seqlen_q);
         const int rows_before = p.cu_seqlens_q != nullptr ? min(max(p.cu_seqlens_q[batch], 0), total) : fixed;
-        return rows_before / kRows + batch;
+        return first_packed_block(rows_before, batch, kRows);
     }
     // Tells the compiler that all lanes have the same value, which then needs no register of each lane.
     __device__ static int uniform(int x) { return __reduce_max_sync(~0u, x); }

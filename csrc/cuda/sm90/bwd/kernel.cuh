@@ -76,24 +76,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 }
 
 // Scales dQ of the launch's heads and converts it from dquery_accum to rows of the query's dtype. One CTA for each
-// m_block. first_head: of packed sequences a head, else an index over batch elements and heads. num_m_blocks: of a
-// head. clears: zeroes the tiles for the next launch.
+// m_block. first_head: of packed sequences a head, else an index over batch elements and heads. clears: zeroes the
+// tiles for the next launch.
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThreads)
-    convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, int num_m_blocks, bool clears) {
+    convert_dquery_kernel(const __grid_constant__ BwdArgs p, int first_head, bool clears) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
+    const int num_m_blocks = static_cast<int>(p.dquery_m_blocks);
     int m_block = blockIdx.x % num_m_blocks, head = first_head + blockIdx.x / num_m_blocks, batch;
     if (p.cu_seqlens_q != nullptr) {
         const PackedBlock block(p.cu_seqlens_q, p.batch, m_block, kRows);
         m_block = block.index;
         batch = block.batch;
     } else {
-        batch = head / static_cast<int>(p.heads);
-        head %= static_cast<int>(p.heads);
+        const HeadAndBatch tile(p, head, static_cast<int>(p.heads));
+        head = tile.head;
+        batch = tile.batch;
     }
     const BwdTiledMma<Traits> tiled_mma(threadIdx.x / kWarpgroupThreads);
     const Sequence s(p, batch);

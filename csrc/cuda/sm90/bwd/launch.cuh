@@ -46,8 +46,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
                scale, range);
         launch(convert_dquery_kernel<Traits>,
                {grid_of(p.dquery_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads},
-               stream, args, static_cast<int>(first * heads_per_kv), static_cast<int>(p.dquery_m_blocks),
-               i + 1 < p.num_launches);
+               stream, args, static_cast<int>(first * heads_per_kv), i + 1 < p.num_launches);
     }
 }
 

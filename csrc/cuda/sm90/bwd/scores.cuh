@@ -82,15 +82,18 @@ protected:
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int k = key(h);
-            rows_[h] = {p_.is_causal ? s.causal_begin(k) : 0, k < s.keys ? s.rows : 0};
-            if (Traits::kHasMask && k < s.keys && p_.interval_summaries.present())
-                rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
-            // Beyond the sequence P is 0 without a test, unless the bias there may be NaN or infinite: an entry of a
-            // relative bias, or the dense bias of the next packed sequence.
-            const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
-            if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
-            // Without a mask the end is a constant, which takes no register: keys beyond the sequence begin at INT_MAX.
-            if constexpr (!Traits::kHasMask) rows_[h] = {k < s.keys ? rows_[h].begin : INT_MAX, INT_MAX};
+            const int begin = p_.is_causal ? s.causal_begin(k) : 0;
+            if constexpr (Traits::kHasMask) {
+                rows_[h] = {begin, k < s.keys ? s.rows : 0};
+                if (k < s.keys && p_.interval_summaries.present())
+                    rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
+                // Beyond the sequence P is 0 without a test, unless the bias there may be NaN or infinite: an entry of
+                // a relative bias, or the dense bias of the next packed sequence.
+                const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
+                if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
+            } else {
+                rows_[h] = {k < s.keys ? begin : INT_MAX, INT_MAX};  // a constant end takes no register
+            }
             if constexpr (kBias == BiasKind::kKey) bias_[h] = key_bias_log2<T>(p_, s, head, k);
         }
         if (kBias == BiasKind::kDense && p_.packed_mask.present() && !masks_scores<Traits, kBias>(p_)) {

@@ -8,7 +8,7 @@ namespace flash_dmattn::cuda::sm90 {
 
 constexpr int kDbiasRows = 128;  // of a tile
 constexpr int kMinDbiasKeys = 64;
-// Of a compiled head dimension.
+// The keys of a tile, for a compiled head dimension.
 constexpr int dbias_keys(int head_dim) { return head_dim <= 128 ? 128 : kMinDbiasKeys; }
 
 template <typename T_, int kHeadDim_>

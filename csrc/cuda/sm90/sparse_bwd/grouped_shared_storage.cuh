@@ -35,7 +35,7 @@ struct GroupedSparseBwdWorkTile {
         const int m_block = num_m_blocks - 1 - index.pop(num_m_blocks);
         qheads_per_kv = static_cast<int>(p.heads / p.kv_heads);
         head = index.pop(p.kv_heads) * qheads_per_kv;
-        const NumberedMBlock block(p, m_block, index.rest, m_block_rows);
+        const NumberedMBlock block(p, packs_m_blocks(p, m_block_rows), m_block, index.rest, m_block_rows);
         s = Sequence(p, block.batch);
         first_row = block.first_row;
         end_row = min(first_row + m_block_rows, s.rows);

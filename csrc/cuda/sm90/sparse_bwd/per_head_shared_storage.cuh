@@ -28,7 +28,8 @@ struct PerHeadSparseBwdWorkTile {
         head = index.pop(qheads_per_kv);
         const int m_block = num_m_blocks - 1 - index.pop(num_m_blocks);
         head += index.pop(kv_heads) * qheads_per_kv;
-        const NumberedMBlock block(p, m_block, static_cast<int>(index.rest), m_block_rows);
+        const NumberedMBlock block(p, packs_m_blocks(p, m_block_rows), m_block, static_cast<int>(index.rest),
+                                   m_block_rows);
         s = Sequence(p, block.batch);
         first_row = block.first_row;
     }

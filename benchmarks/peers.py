@@ -50,7 +50,7 @@ def packed(inputs: Inputs) -> Operation:
 
     def forward() -> Tensor:
         tensors = [leaf.flatten(0, 1) for leaf in leaves]
-        lengths = (rows, rows, problem.max_seqlen or problem.seqlen_q, problem.max_seqlen or problem.seqlen_k)
+        lengths = (rows, rows, *problem.max_seqlens)
         out = flash_dmattn_varlen_func(*tensors, None, None, *lengths, is_causal=problem.is_causal)
         return out.unflatten(0, (problem.batch, -1))
 
@@ -253,8 +253,7 @@ def flash_attention_4(inputs: Inputs) -> Operation:
         return Operation(lambda: out_of(flash_attn_func(*leaves, **options)), leaves)
     ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
     options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    options |= {"max_seqlen_q": problem.max_seqlen or problem.seqlen_q}
-    options |= {"max_seqlen_k": problem.max_seqlen or problem.seqlen_k}
+    options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.max_seqlens))
 
     def forward() -> Tensor:
         rows = (leaf.flatten(0, 1) for leaf in leaves)

@@ -93,6 +93,11 @@ class Problem:
     max_seqlen: int | None = None  # of a packed call; None: their length
     uses_lse: bool = True  # whether lse has a gradient
 
+    @property
+    def max_seqlens(self) -> tuple[int, int]:
+        """max_seqlen_q and max_seqlen_k of a packed call."""
+        return self.max_seqlen or self.seqlen_q, self.max_seqlen or self.seqlen_k
+
     def shape_of(self, layout: str) -> tuple[int, ...]:
         sizes = {"B": self.batch, "H": self.heads, "Hkv": self.kv_heads, "Sq": self.seqlen_q, "Sk": self.seqlen_k}
         return tuple(sizes.get(label) if label != "1" else 1 for label in layout.split())

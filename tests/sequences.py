@@ -24,6 +24,8 @@ def part_of(scores, rows, keys):
     """The part of one sequence of a packed mask or bias, with the shape of the function of fixed length."""
     if scores is None:
         return None
+    if isinstance(scores, KeyIntervalMask):
+        return scores.sequence(keys.start, keys.stop)
     if scores.ndim == 2:
         return scores[keys].T[None, :, None, :]
     return scores[rows, :, : keys.stop - keys.start].transpose(0, 1)[None]

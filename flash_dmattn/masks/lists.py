@@ -121,10 +121,8 @@ class KeyLists(Container, Mask):
             total_k = (mask.shape[0], "the keys of mask") if dims == 2 else None
             operands = mask.operands()
             reference = (operands.intervals if operands.mask is None else operands.mask, "mask")
-            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
-            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, *reference, total_q, longest=("seqlen_q", seqlen_q))
-            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, *reference, total_k, longest=("seqlen_k", seqlen_k))
-            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+            lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+            cu_seqlens_q, cu_seqlens_k = checked_cu_seqlens(*lengths, *reference, total_q, total_k)
         elif isinstance(mask, KeyIntervalMask):
             mask._require_rows("mask", seqlen_q)
         mask = mask.copy() if isinstance(mask, KeyIntervalMask) else mask
@@ -185,10 +183,8 @@ class KeyLists(Container, Mask):
             raise TypeError(f"mask must be a KeyIntervalMask, got {got}: set the indices of masked keys to -1")
         has_sequences = is_varlen(cu_seqlens_q, cu_seqlens_k)
         if has_sequences:
-            check_same_sequences(cu_seqlens_q, cu_seqlens_k)
-            check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, indices, "indices", longest=("seqlen_q", seqlen_q))
-            check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, indices, "indices", longest=("seqlen_k", seqlen_k))
-            cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+            lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
+            cu_seqlens_q, cu_seqlens_k = checked_cu_seqlens(*lengths, indices, "indices")
         if mask is not None:
             require_device("mask", mask.intervals, indices.device, "indices")
             mask._require_rows("mask", seqlen_q)
@@ -335,6 +331,23 @@ default_collate_fn_map[KeyLists] = collate
 
 
 # Checks
+
+
+def checked_cu_seqlens(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqlen_q: int,
+    seqlen_k: int,
+    reference: Tensor,
+    whose: str,
+    total_q: tuple[int, str] | None = None,
+    total_k: tuple[int, str] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Both, contiguous as the kernels read them. reference, whose and totals: as in `check_cu_seqlens`."""
+    check_same_sequences(cu_seqlens_q, cu_seqlens_k)
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, reference, whose, total_q, longest=("seqlen_q", seqlen_q))
+    check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, reference, whose, total_k, longest=("seqlen_k", seqlen_k))
+    return cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
 
 
 def is_varlen(cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> bool:

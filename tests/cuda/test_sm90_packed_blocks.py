@@ -3,9 +3,10 @@
 import pytest
 import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, randn
+from sequences import part_of, slices
 from sm90 import names_of, offsets
 
-from flash_dmattn import KeyIntervalMask, flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
 
@@ -38,17 +39,6 @@ def make_mask(kind):
     return mask_of(total(KEYS), KV_HEADS) if kind == "keys" else mask_of(total(ROWS), 1, LONGEST)
 
 
-def alone(x, kind, rows, keys):
-    """The part of a bias or mask that belongs to a sequence, as flash_dmattn_func takes it."""
-    if x is None:
-        return None
-    if isinstance(x, KeyIntervalMask):
-        return KeyIntervalMask(x.start[keys].T[None].contiguous(), x.end[keys].T[None].contiguous())
-    if kind in ("key", "keys"):
-        return x[keys].T[None, :, None]
-    return x[rows, :, : keys.stop - keys.start].permute(1, 0, 2)[None]
-
-
 @CAUSAL
 @pytest.mark.parametrize("mask_kind", ["none", "keys", "scores", "intervals", "lists"])
 @pytest.mark.parametrize("bias_kind", ["none", "key", "dense", "relative"])
@@ -69,16 +59,15 @@ def test_sequences_are_as_if_they_were_alone(head_dim, bias_kind, mask_kind, cau
     dout, dlse = randn(*out.shape) / 8, torch.zeros_like(lse)
     gradients = torch.autograd.grad([out, lse], leaves, [dout, dlse])
     sums = [torch.zeros(x.shape, device="cuda") for x in leaves[3:]]
-    for i, (first_row, first_key) in enumerate(zip(boundaries(ROWS).tolist(), boundaries(KEYS).tolist())):
-        if i == len(ROWS) or ROWS[i] == 0:
+    for i, (rows, keys) in enumerate(zip(slices(boundaries(ROWS)), slices(boundaries(KEYS)))):
+        if ROWS[i] == 0:
             continue
-        rows, keys = slice(first_row, first_row + ROWS[i]), slice(first_key, first_key + KEYS[i])
         if KEYS[i] == 0:
             assert not out[rows].any() and not gradients[0][rows].any() and (lse[:, rows] == -torch.inf).all()
             continue
         parts = [x[part].detach()[None].requires_grad_() for x, part in zip(tensors, (rows, keys, keys))]
-        part_of_bias = None if bias is None else alone(bias.detach(), bias_kind, rows, keys).requires_grad_()
-        part_options = options | {"attn_mask": alone(mask, mask_kind, rows, keys), "attn_bias": part_of_bias}
+        part_of_bias = None if bias is None else part_of(bias.detach(), rows, keys).requires_grad_()
+        part_options = options | {"attn_mask": part_of(mask, rows, keys), "attn_bias": part_of_bias}
         expected, expected_lse = flash_dmattn_func(*parts, **part_options)
         torch.testing.assert_close(out[rows], expected[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[:, rows], expected_lse[0], rtol=1e-3, atol=1e-3)
@@ -87,8 +76,7 @@ def test_sequences_are_as_if_they_were_alone(head_dim, bias_kind, mask_kind, cau
         for name, x, y, part in zip("qkv", gradients, expected, (rows, keys, keys)):
             torch.testing.assert_close(x[part], y[0], rtol=2e-2, atol=2e-2, msg=lambda m, n=name, i=i: f"d{n} {i}: {m}")
         if bias is not None:
-            x = alone(gradients[3], bias_kind, rows, keys)
-            torch.testing.assert_close(x, expected[3], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(part_of(gradients[3], rows, keys), expected[3], rtol=2e-2, atol=2e-2)
         if relative_bias is not None:
             sums[0] += expected[3]
     if relative_bias is not None:
@@ -111,9 +99,9 @@ def test_many_sequences_and_several_launches(head_dim, deterministic):
     first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
     if deterministic:
         assert all(torch.equal(x, y) for x, y in zip(first, again))
-    begins = limits[0].tolist()
+    parts_of_sequences = slices(limits[0])
     for i in (0, 1, 349, 350, 351, 698, 699):
-        part = slice(begins[i], begins[i] + lengths[i])
+        part = parts_of_sequences[i]
         parts = [x[part].detach()[None].requires_grad_() for x in leaves]
         expected = flash_dmattn_func(*parts, is_causal=True)
         torch.testing.assert_close(out[part], expected[0], rtol=2e-2, atol=2e-2)

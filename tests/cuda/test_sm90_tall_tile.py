@@ -6,6 +6,7 @@ import pytest
 import torch
 from gpu_inputs import CAUSAL, mask_of, on_gpu, randn
 from helpers import check
+from sequences import slices
 from sm90 import check_masked_parts, kernels_of, names_of, offsets
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
@@ -92,15 +93,13 @@ def test_packed_sequences(head_dim, deterministic, causal, poisoned_allocations)
     dout = randn(*out.shape)
     assert is_tall(names_of(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)))
     gradients = torch.autograd.grad(out, leaves, dout)
-    for i, (row, key) in enumerate(zip(limits[0].tolist(), limits[1].tolist())):
-        if i == len(rows):
-            break
-        slices = slice(row, row + rows[i]), slice(key, key + keys[i]), slice(key, key + keys[i])
+    for i, (row, key) in enumerate(zip(slices(limits[0]), slices(limits[1]))):
+        parts = row, key, key
         if rows[i] == 0 or keys[i] == 0:
-            assert not any(x[part].any() for x, part in zip(gradients, slices))
+            assert not any(x[part].any() for x, part in zip(gradients, parts))
             continue
-        alone = [x[part].detach()[None].requires_grad_() for x, part in zip(leaves, slices)]
+        alone = [x[part].detach()[None].requires_grad_() for x, part in zip(leaves, parts)]
         result = flash_dmattn_func(*alone, **options)
-        expected = torch.autograd.grad(result, alone, dout[None, slices[0]])
-        for name, x, y, part in zip("qkv", gradients, expected, slices):
+        expected = torch.autograd.grad(result, alone, dout[None, row])
+        for name, x, y, part in zip("qkv", gradients, expected, parts):
             torch.testing.assert_close(x[part], y[0], rtol=2e-2, atol=2e-2, msg=f"{name} of sequence {i}")

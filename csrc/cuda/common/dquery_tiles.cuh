@@ -21,7 +21,7 @@ constexpr __host__ __device__ int64_t total_dquery_m_blocks(const AttentionParam
 template <int kRows>
 __device__ __forceinline__ int64_t dquery_tile(const BwdArgs& p, const Sequence& s, int head, int m_block) {
     if (p.cu_seqlens_q == nullptr) return (s.batch * p.heads + head) * p.dquery_m_blocks + m_block;
-    return head * p.dquery_m_blocks + s.first_row / kRows + s.batch + m_block;
+    return head * p.dquery_m_blocks + first_packed_block(s.first_row, s.batch, kRows) + m_block;
 }
 
 }  // namespace flash_dmattn::cuda

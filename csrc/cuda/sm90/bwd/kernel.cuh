@@ -86,22 +86,15 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
     using T = typename Traits::T;
     using Layout = DqueryLayout<Traits>;
     constexpr int kRows = Traits::kRows;
-    const int num_m_blocks = static_cast<int>(p.dquery_m_blocks);
-    int m_block = blockIdx.x % num_m_blocks, head = first_head + blockIdx.x / num_m_blocks, batch;
-    if (p.cu_seqlens_q != nullptr) {
-        const PackedBlock block(p.cu_seqlens_q, p.batch, m_block, kRows);
-        m_block = block.index;
-        batch = block.batch;
-    } else {
-        const HeadAndBatch tile(p, head, static_cast<int>(p.heads));
-        head = tile.head;
-        batch = tile.batch;
-    }
+    const int num_m_blocks = static_cast<int>(p.dquery_m_blocks), heads = static_cast<int>(p.heads);
+    const int number = blockIdx.x % num_m_blocks, index = first_head + blockIdx.x / num_m_blocks;
+    const int head = index % heads;
+    const NumberedMBlock m_block(p, p.cu_seqlens_q != nullptr, number, index / heads, kRows);
+    const Sequence s(p, m_block.batch);
+    if (m_block.first_row >= s.rows) return;
     const BwdTiledMma<Traits> tiled_mma(threadIdx.x / kWarpgroupThreads);
-    const Sequence s(p, batch);
-    if (m_block * kRows >= s.rows) return;
-    float* const from = p.dquery_accum + dquery_tile<kRows>(p, s, head, m_block) * Layout::kSize +
-                        Layout::offset(warp_id(), 0, lane_id());
+    const int64_t tile = first_head * p.dquery_m_blocks + blockIdx.x;
+    float* const from = p.dquery_accum + tile * Layout::kSize + Layout::offset(warp_id(), 0, lane_id());
     typename BwdTiledMma<Traits>::DqFragment dq;
 #pragma unroll
     for (int n = 0; n < Layout::kFragments; ++n) {
@@ -114,7 +107,7 @@ __global__ void __launch_bounds__(Traits::kConsumerWarpgroups * kWarpgroupThread
             *reinterpret_cast<float4*>(from + Layout::offset(0, n, 0)) = {};
     }
     const float scale = static_cast<float>(p.softmax_scale);
-    const int first_row = m_block * kRows + tiled_mma.dq_row(), first_col = tiled_mma.dq_col(),
+    const int first_row = m_block.first_row + tiled_mma.dq_row(), first_col = tiled_mma.dq_col(),
               warp_row = warp_id() % 4 * 16;  // of the accumulator
     if constexpr (Traits::kTransposesDq) {
         const int col = first_col + warp_row;

@@ -43,14 +43,10 @@ public:
         const int inner = pair.pop(scheduler.inner), outer = static_cast<int>(pair.rest);
         head = scheduler.batch_first ? outer : inner;
         const int number = static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block;
-        if (scheduler.packs_m_blocks) {
-            const PackedBlock block(p.cu_seqlens_q, p.batch, number, rows);
-            first_row = block.index * rows;
-            s = Sequence(p, block.batch);
-        } else {
-            first_row = number * rows;
-            s = Sequence(p, scheduler.batch_first ? inner : outer);
-        }
+        const int batch = scheduler.batch_first ? inner : outer;
+        const NumberedMBlock block(p, scheduler.packs_m_blocks, number, batch, rows);
+        first_row = block.first_row;
+        s = Sequence(p, block.batch);
     }
     // Whether the m_block lies beyond the rows of its sequence.
     __device__ bool is_empty() const { return first_row >= s.rows; }

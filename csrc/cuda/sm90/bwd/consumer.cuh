@@ -50,6 +50,8 @@ private:
     using DqFragment = typename TiledMma::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
     using RowStatsFragment = typename Base::RowStatsFragment;
+    // Whether dQ is added in the next step, while S is computed: 3 % faster with a dense bias, slower without.
+    static constexpr bool kAddsDqLate = Traits::kStagesDq && kBias == BiasKind::kDense;
     using DiagonalSums = float[kDiagonalSums<Traits::kScoreRows / 8>];
 
     __device__ __forceinline__ void mainloop() {
@@ -66,6 +68,7 @@ private:
             } while (step(scores, dprobs, probs, dscores));
             wgmma_wait_group<0>();
             warpgroup_fence_operand(dk_);
+            if constexpr (kAddsDqLate) add_staged_dq();
             if (p_.deterministic) {
                 wait_for_dq_additions();
                 sync_warpgroup();
@@ -99,6 +102,7 @@ private:
         constexpr bool kStartsFromBias = SharedStorage::kStartsFromBias;
         const RowStatsFragment lse(m_block_info().lse + tiled_mma_.first_row());
         if constexpr (!kStartsFromBias) tiled_mma_.gemm_scores(scores, smem_.key, query());
+        if constexpr (kAddsDqLate) add_staged_dq();
         smem_.dout_pipeline.consumer_wait(state_);
         if (has_empty_rows) zero_empty_rows(dout());
         // The GEMM of dP overlaps the reads of the bias.
@@ -276,16 +280,24 @@ private:
             stmatrix_x4_trans(Base::scores_address(to, r * 16), scores[r]);
     }
 
-    __device__ __forceinline__ void add_dq(const DqFragment& dq, float* dq_accum) const {
+    __device__ __forceinline__ void add_dq(const DqFragment& dq, float* dq_accum) {
         using Layout = DqueryLayout<Traits>;
         const int warp = warp_id() - 4, lane = lane_id();
         float* to = dq_accum + Layout::offset(warp, 0, 0);
-        if constexpr (Traits::kStagesDq) {
+        if constexpr (kAddsDqLate) {
+            tiled_mma_.stage_dq(dq, smem_.dq[warp], elect_one_sync());
+            staged_dq_accum_ = to;
+        } else if constexpr (Traits::kStagesDq) {
             tiled_mma_.tma_reduce_add_dq(dq, smem_.dq[warp], to);
         } else {
 #pragma unroll
             for (int n = 0; n < Layout::kFragments; ++n) reduce_add(to + Layout::offset(0, n, lane), dq[0][n]);
         }
+    }
+    __device__ __forceinline__ void add_staged_dq() {
+        if (staged_dq_accum_ != nullptr)
+            tiled_mma_.tma_reduce_add_staged_dq(smem_.dq[warp_id() - 4], staged_dq_accum_, elect_one_sync());
+        staged_dq_accum_ = nullptr;
     }
     // With deterministic=True the CTAs of one head add to dQ of an m_block in the order of their n_blocks. The previous
     // semaphore is released here, while GEMMs run: a barrier of both warpgroups has followed the additions that it
@@ -331,6 +343,7 @@ private:
 
     Pipeline<1> probs_pipeline_;
     bool dk_in_flight_ = false;
+    float* staged_dq_accum_ = nullptr;  // where dQ in shared memory is to be added
     DkvFragment dk_, dv_;
 };
 

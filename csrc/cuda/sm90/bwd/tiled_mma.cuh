@@ -70,6 +70,11 @@ public:
     // the warp's next loads.
     __device__ __forceinline__ void tma_reduce_add_dq(const DqFragment& dq, DqStage& stage, float* to) const {
         const bool is_elected = elect_one_sync();
+        stage_dq(dq, stage, is_elected);
+        tma_reduce_add_staged_dq(stage, to, is_elected);
+    }
+    // The same in two parts.
+    __device__ __forceinline__ void stage_dq(const DqFragment& dq, DqStage& stage, bool is_elected) const {
         if (is_elected) tma_store_wait_group_read();  // of the previous step
         __syncwarp();
 #pragma unroll
@@ -77,6 +82,8 @@ public:
             const float* x = dq[0][n];
             stage[n][lane_id()] = {x[0], x[1], x[2], x[3]};
         }
+    }
+    __device__ __forceinline__ void tma_reduce_add_staged_dq(const DqStage& stage, float* to, bool is_elected) const {
         fence_proxy_async();
         __syncwarp();
         if (is_elected) {

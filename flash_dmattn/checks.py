@@ -94,6 +94,8 @@ def refuse_mask_as_bias(bias: object) -> None:
 def refuse_bias_objects(name: str, value: object) -> None:
     """Raises for the masks of torch.nn.attention.bias, tensors without values of their own, and for those of
     xFormers."""
+    if value is None:  # torch.compile of PyTorch 2.11 does not trace the name of its type's module
+        return
     if type(value).__name__ == "CausalBias":  # its module is slow to import
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got CausalBias: pass is_causal=True, the mask of causal_lower_right"

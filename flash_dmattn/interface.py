@@ -347,7 +347,7 @@ class BackendFunction:
         return isinstance(other, BackendFunction) and other.backend is self.backend
 
     def __hash__(self) -> int:
-        return hash((BackendFunction, self.backend))
+        return hash(BackendFunction)  # torch.compile of PyTorch 2.11 hashes an object before __init__
 
     def __call__(self, *args, **kwargs) -> Tensor | tuple[Tensor, ...]:
         try:

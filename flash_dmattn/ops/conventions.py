@@ -11,8 +11,8 @@ HEAD_DIM_MULTIPLE = 8  # the kernels read rows in pieces of 16 bytes
 
 def padded_head_dim(*head_dims: int) -> int:
     """The head dimension in which the kernels compute: that of the widest tensor, rounded up."""
-    widest = max(head_dims)
-    return widest + -widest % HEAD_DIM_MULTIPLE
+    # torch.compile of PyTorch 2.9 takes n + -n % 8 for n.
+    return (max(head_dims) + HEAD_DIM_MULTIPLE - 1) // HEAD_DIM_MULTIPLE * HEAD_DIM_MULTIPLE
 
 
 def default_scale(head_dim: int) -> float:

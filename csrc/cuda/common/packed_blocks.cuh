@@ -24,16 +24,16 @@ constexpr __host__ __device__ bool should_pack_blocks(int64_t total, int64_t bat
     return 5 * count_packed_blocks(total, batch, size) < 4 * ceil_div(longest, size) * batch;
 }
 
-// m_blocks of `rows` rows, or n_blocks of `keys` keys, of one head: of all sequences if they are packed, else of one
-// batch element.
+// Whether m_blocks of `rows` rows, or n_blocks of `keys` keys, are numbered over all sequences.
 constexpr __host__ __device__ bool packs_m_blocks(const AttentionParams& p, int64_t rows) {
     return p.cu_seqlens_q != nullptr && should_pack_blocks(p.total_q, p.batch, p.seqlen_q, rows);
 }
-constexpr __host__ __device__ int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
-    return packs_m_blocks(p, rows) ? count_packed_blocks(p.total_q, p.batch, rows) : ceil_div(p.seqlen_q, rows);
-}
 constexpr __host__ __device__ bool packs_n_blocks(const AttentionParams& p, int64_t keys) {
     return p.cu_seqlens_k != nullptr && should_pack_blocks(p.total_k, p.batch, p.seqlen_k, keys);
+}
+// Those of one head: of all sequences if they are numbered over all, else of one batch element.
+constexpr __host__ __device__ int64_t count_m_blocks(const AttentionParams& p, int64_t rows) {
+    return packs_m_blocks(p, rows) ? count_packed_blocks(p.total_q, p.batch, rows) : ceil_div(p.seqlen_q, rows);
 }
 constexpr __host__ __device__ int64_t count_n_blocks(const AttentionParams& p, int64_t keys) {
     return packs_n_blocks(p, keys) ? count_packed_blocks(p.total_k, p.batch, keys) : ceil_div(p.seqlen_k, keys);
@@ -56,12 +56,12 @@ struct PackedBlock {
             (first(middle) <= number ? batch : end) = middle;
         }
         index = number - first(batch);
-        if (index < 0) index = INT_MAX / size - 1;
+        if (index < 0) index = INT_MAX / size - 1;  // cu_seqlens does not begin with 0, which CUDA does not check
     }
 };
 
-// m_block `number` of count_m_blocks: its batch element, which is fixed_batch unless is_packed, and its first row,
-// which may lie beyond the sequence.
+// An m_block by its number: its batch element, which is fixed_batch unless numbers count over all sequences
+// (is_packed), and its first row, which may lie beyond the sequence.
 struct NumberedMBlock {
     int batch, first_row;
 

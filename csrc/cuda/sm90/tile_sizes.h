@@ -1,4 +1,5 @@
-// The tile sizes of the sm90 kernels, for each compiled head dimension. Pair bias: pair_bias/config.h.
+// The tile sizes of the sm90 kernels, for each compiled head dimension. Pair bias: pair_bias/config.h; the recomputed
+// gradient of a dense bias: dbias/kernel_traits.h.
 #pragma once
 
 #include <stdexcept>
@@ -15,7 +16,7 @@ struct FwdTileSizes {
     int bias_stages;  // each holds 64 keys of one warpgroup's dense bias
 };
 
-// Prefill only: at most 64 query rows use sm80/fwd, and attention over a cache sm90/decode.
+// Prefill only: at most 64 query rows use sm80/fwd, and up to a few rows over a KV cache sm90/decode.
 // A dense bias takes shared memory and registers.
 constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     switch (head_dim) {
@@ -46,8 +47,8 @@ constexpr BwdTileSizes bwd_tile_sizes(int head_dim) {
     throw std::logic_error("head dimension");
 }
 
-// The tall backward tile has more rows, so that the GEMMs read the operands of the n_block less often. It leaves neither
-// registers nor shared memory for masks, a softcap, and a dense or relative bias.
+// The tall backward tile has more rows, so that the GEMMs read the operands of the n_block less often. It leaves
+// neither registers nor shared memory for masks, a softcap, and a dense or relative bias.
 constexpr int kTallBwdRows = 80;
 constexpr bool has_tall_bwd_tile(int head_dim) { return head_dim == 128; }
 

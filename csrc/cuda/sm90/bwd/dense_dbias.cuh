@@ -13,6 +13,7 @@
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/tma.cuh"
 #include "shared_storage.cuh"
+#include "tile_scheduler.cuh"
 #include "workspace.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -29,12 +30,12 @@ public:
 
     // Assigns a stage to an m_block. First stores the gradient of the m_block that had it before.
     __device__ __forceinline__ void begin(int stage, int head, int m_block) const {
-        if (!stores_dbias(p_)) return;
+        if (!stores_dense_dbias(p_)) return;
         store(stage);
         smem_.dense_dbias.tiles[stage] = {head, m_block};
     }
     __device__ __forceinline__ void finish() const {
-        if (!stores_dbias(p_)) return;
+        if (!stores_dense_dbias(p_)) return;
 #pragma unroll 1
         for (int i = 0; i < Traits::kStages; ++i) store(smem_.dense_dbias.stores % Traits::kStages);
         constexpr int kEnd = INT_MAX;

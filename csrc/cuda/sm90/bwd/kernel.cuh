@@ -6,43 +6,9 @@
 #include "cuda/mask/device_dispatch.cuh"
 #include "consumer.cuh"
 #include "producer.cuh"
+#include "tile_scheduler.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
-
-// Tile scheduler: one CTA for each work tile. The CTAs of batch elements that reduce the gradient of a dense bias
-// serially are neighbours.
-template <typename Traits>
-__device__ BwdWorkTile get_work_tile(const BwdArgs& p, const BwdLaunchRange& range, int index) {
-    const int batch_group_size = static_cast<int>(serial_group_size(p));
-    const int num_n_blocks = range.num_n_blocks, kv_heads = static_cast<int>(p.kv_heads);
-    BwdWorkTile work_tile;
-    work_tile.batch_rank = index % batch_group_size;
-    index /= batch_group_size;
-    int head = index / num_n_blocks;  // of the launch; over batch elements, too (HeadAndBatch), if not packed
-    work_tile.n_block = index % num_n_blocks;
-    if (p.is_causal || p.deterministic) {
-        // kHeadsAtOnce of these at a time, lower n_blocks before higher ones. Under causality more rows see the lower
-        // ones: the longest work tiles of a sequence start first. In deterministic order a CTA waits for lower
-        // n_blocks: few of one head should be active at once.
-        constexpr int kHeadsAtOnce = 16;  // their Q and dO stay in L2
-        const int first = head / kHeadsAtOnce * kHeadsAtOnce, at_once = min(range.count - first, kHeadsAtOnce);
-        work_tile.n_block = (index - first * num_n_blocks) / at_once;
-        head = first + (index - first * num_n_blocks) % at_once;
-    }
-    if (range.packs_n_blocks) {
-        const PackedBlock block(p.cu_seqlens_k, p.batch, work_tile.n_block, Traits::kKeys);
-        work_tile.n_block = block.index;
-        work_tile.batch = block.batch;
-        work_tile.kv_head = range.first + head;
-    } else {
-        const HeadAndBatch tile(p, range.first + head, kv_heads);
-        work_tile.batch = tile.batch * batch_group_size + work_tile.batch_rank;
-        work_tile.kv_head = tile.head;
-    }
-    work_tile.qheads_per_kv = static_cast<int>(p.heads) / kv_heads;
-    work_tile.first_head = work_tile.kv_head * work_tile.qheads_per_kv;
-    return work_tile;
-}
 
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
@@ -58,7 +24,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     __syncthreads();
     const int work_index = p.tile_count_semaphore != nullptr ? smem.work_index : static_cast<int>(blockIdx.x);
-    const auto work_tile = get_work_tile<Traits>(p, range, work_index);
+    const BwdWorkTile work_tile(p, range, work_index, Traits::kKeys);
     if (threadIdx.x == 0) {
         smem.sequence = Sequence(p, work_tile.batch);
         smem.bias_batch = shared_batch(p.bias, smem.sequence);

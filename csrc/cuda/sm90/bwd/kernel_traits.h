@@ -21,7 +21,8 @@ struct BwdNamedBarriers {
     };
 };
 
-// What the dense and the sparse backward kernels share: tiles in shared memory, and how two warpgroups divide the GEMMs.
+// What the dense and the sparse backward kernels share: tiles in shared memory, and how two warpgroups divide the
+// GEMMs.
 // S and dP are transposed (keys x rows): P and dS are then A operands in registers of dV = P dO and dK = dS Q.
 //
 //   accumulator   M x N             K          split of 128 keys               split of 64 keys (kSharesKeys)

@@ -23,7 +23,7 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     if constexpr (kBias == BiasKind::kDense) {
         constexpr int kScoresSlab = Traits::ScoresTile::kSlabCols;
         maps.bias = make_tensor_map(dense_bias_layout(p, p.bias), {kScoresSlab, Traits::kRows, 1, 1});
-        if (stores_dbias(p))
+        if (stores_dense_dbias(p))
             maps.dbias = make_tensor_map(dense_bias_layout(p, p.dbias), {kScoresSlab, Traits::kRows, 1, 1});
     }
     const BwdScale scale(p);
@@ -34,15 +34,15 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
     const bool packs = packs_n_blocks(p, Traits::kKeys);
     const int64_t num_n_blocks = count_n_blocks(p, Traits::kKeys), group_size = serial_group_size(p),
                   units = count_launch_units(p), heads_per_kv = p.heads / p.kv_heads,
-                  indices_per_unit = p.cu_seqlens_q != nullptr && !packs ? p.batch : 1;
+                  pairs_per_unit = p.cu_seqlens_q != nullptr && !packs ? p.batch : 1;
     for (int64_t i = 0; i < p.num_launches; ++i) {
         const int64_t first = units * i / p.num_launches, count = units * (i + 1) / p.num_launches - first;
         BwdArgs args = p;  // dquery_accum: to where the tiles of all heads would begin
         args.dquery_accum -= first * heads_per_kv * p.dquery_m_blocks * DqueryLayout<Traits>::kSize;
-        const int64_t indices = count * indices_per_unit;
-        const BwdLaunchRange range{static_cast<int>(first * indices_per_unit / group_size),
-                                   static_cast<int>(indices / group_size), static_cast<int>(num_n_blocks), packs};
-        launch(kernel, {grid_of(num_n_blocks * indices), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
+        const int64_t pairs = count * pairs_per_unit;
+        const BwdLaunchRange range{static_cast<int>(first * pairs_per_unit / group_size),
+                                   static_cast<int>(pairs / group_size), static_cast<int>(num_n_blocks), packs};
+        launch(kernel, {grid_of(num_n_blocks * pairs), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
                scale, range);
         launch(convert_dquery_kernel<Traits>,
                {grid_of(p.dquery_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads},

@@ -18,6 +18,7 @@
 #include "cuda/sm90/splits.h"
 #include "cuda/sm90/tile_sizes.h"
 #include "kernels.h"  // generated
+#include "tile_scheduler.cuh"
 #include "workspace.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -37,14 +38,15 @@ bool can_load(const BwdParams& p) {
 }
 
 // Whether TMA can store tiles of the gradient of a dense bias: heads share no entry, and a tile that reaches beyond its
-// sequence does not reach into another.
-bool can_store_dbias(const BwdParams& p) {
+// sequence does not reach into another. All batch elements then have the same n_blocks: none waits for a CTA without
+// work.
+bool can_store_dense_dbias(const BwdParams& p) {
     return p.dbias.heads == p.heads && p.cu_seqlens_q == nullptr && is_tma_compatible(dense_bias_layout(p, p.dbias));
 }
 
 // Which kernel writes the gradient of a dense bias; kNone where none can.
 DenseDbias plan_dense_dbias(const BwdParams& p) {
-    if (can_store_dbias(p) && p.softcap == 0) {  // with a softcap, the main kernel's ds differs from dx
+    if (can_store_dense_dbias(p) && p.softcap == 0) {  // with a softcap, the main kernel's ds differs from dx
         if (p.dbias.batches == p.batch) return DenseDbias::kDirect;
         // Each addition rounds to the bias's dtype: the error grows with the number of addends.
         constexpr int64_t kMaxAddends = 8;
@@ -72,7 +74,7 @@ void plan_recompute_dbias(const BwdParams& p, int head_dim, BwdPlan& plan) {
 // Whether the pair bias kernels can store dbias, by ordinary stores: a float32 one is contiguous.
 bool can_store_pair_dbias(const BwdParams& p) {
     if (!p.dbias.present()) return true;
-    return has_float32_bias(p) ? p.dbias.heads == p.heads : can_store_dbias(p);
+    return has_float32_bias(p) ? p.dbias.heads == p.heads : can_store_dense_dbias(p);
 }
 
 // Heads must share neither keys nor, where dbias is needed, biases.

@@ -10,6 +10,7 @@
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "dense_dbias.cuh"
 #include "shared_storage.cuh"
+#include "tile_scheduler.cuh"
 #include "workspace.cuh"
 #include "cuda/arch/tma_load_rows.cuh"
 
@@ -56,9 +57,9 @@ private:
     __device__ const Sequence& sequence() const { return smem_.sequence; }
     __device__ int first_key() const { return work_tile_.n_block * kKeys; }
 
-    // Calls visit(head, m_block, is_active, is_full). is_active: some row sees a key; is_full: no score is masked.
+    // Calls visit(head, m_block, is_active, is_full). is_active: some row sees a key; is_full: the mask masks no score.
     // kAll: also for m_blocks outside active_rows. The m_blocks ascend; with deterministic=True they descend, so that
-    // under causality all CTAs of a head start at once.
+    // under causality all CTAs of a head begin with the same one.
     template <bool kAll, typename Visit>
     __device__ __forceinline__ void for_each_m_block(const Visit& visit) const {
         const int causal_begin = p_.is_causal ? sequence().causal_begin(first_key()) / kRows : 0;
@@ -274,7 +275,7 @@ private:
     // The mainloop skips m_blocks that see no key of the n_block. Their dbias is 0 before another batch element adds to
     // it.
     __device__ void clear_masked_dbias() const {
-        if (!stores_dbias(p_) || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
+        if (!stores_dense_dbias(p_) || work_tile_.batch_rank > 0 || !(p_.is_causal || has_mask(p_))) return;
         for_each_m_block<true>([&](int head, int m_block, bool is_active, bool) {
             if (!is_active) clear_dbias(head, m_block);
         });

@@ -12,6 +12,7 @@
 #include "cuda/softmax/scores.cuh"
 #include "scale.h"
 #include "shared_storage.cuh"
+#include "tile_scheduler.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -112,15 +113,15 @@ protected:
                 if (!(visible_keys_ >> i % 2 * 8 & 1)) scores[k][i] = 0;
     }
 
-    __device__ bool has_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
+    __device__ bool has_key_dbias() const { return kBias == BiasKind::kKey && p_.dbias.data != nullptr; }
     // Stores the key bias's gradient, the sum of dS over the rows. Shared keys have a part of it in each warpgroup: two
     // additions commute, so the result is deterministic.
-    __device__ void store_dbias(int head) {
+    __device__ void store_key_dbias(int head) {
         const Sequence& s = smem_.sequence;
         float* to = static_cast<float*>(p_.dbias.data) + score_offset(p_.dbias, s, head, p_.heads);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = row_sum(dbias_[h]);
+            const float sum = row_sum(key_dbias_[h]);
             if (is_row_leader() && key(h) < s.keys) {
                 float* to_key = to + key(h) * p_.dbias.col_stride;
                 if (Traits::kSharesKeys) {
@@ -129,7 +130,7 @@ protected:
                     *to_key = sum;
                 }
             }
-            dbias_[h] = 0;
+            key_dbias_[h] = 0;
         }
     }
 
@@ -154,7 +155,7 @@ protected:
         const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
             const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
-            if (kBias == BiasKind::kKey) dbias_[h] += is_visible ? dx : 0.f;
+            if (kBias == BiasKind::kKey) key_dbias_[h] += is_visible ? dx : 0.f;
         };
         for_each_score<true, true, 0, kFragments>(lse, has_bits(), take);
     }
@@ -202,7 +203,7 @@ private:
                 float& x = dp[0][m][i];
                 x = prob[0][m][i] * (x - (i % 2 ? delta.y : delta.x));
                 if (kMasked && prob[0][m][i] == 0) x = 0;
-                if (kBias == BiasKind::kKey) dbias_[i / 2] += x;
+                if (kBias == BiasKind::kKey) key_dbias_[i / 2] += x;
             }
         }
     }
@@ -266,7 +267,7 @@ protected:
     bool has_masked_keys_ = false;  // of the warp, for zero_masked_keys
     uint32_t visible_keys_;         // of this lane, bits 0 and 8
     float bias_[2] = {};  // times log2(e)
-    float dbias_[2] = {};
+    float key_dbias_[2] = {};
 };
 
 }  // namespace flash_dmattn::cuda::sm90

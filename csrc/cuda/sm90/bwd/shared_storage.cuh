@@ -1,4 +1,4 @@
-// Shared memory of the backward, its named barriers, and its work tile.
+// Shared memory of the backward.
 //
 // A CTA owns an n_block of one key/value head. Its mainloop iterates over the m_blocks that see the n_block, for every
 // query head of the GQA group. Warpgroup 0 is the producer, two MMA warpgroups are the consumers. They compute S and dP
@@ -76,7 +76,7 @@ struct BwdSharedStorage {
         // Read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool is_full_block;                        // no score is masked
+            bool is_full_block;                        // the mask masks no score
             int8_t clamped;                            // all scores read an end of the relative bias: -1 or 1, else 0
             bool has_empty_rows[ceil_div(kRows, 32)];  // for 32 rows each: some see no key or lie beyond the sequence
         };
@@ -126,21 +126,6 @@ struct BwdSharedStorage {
         probs_pipeline.init(1, kConsumerWarps);
         if constexpr (kBias == BiasKind::kDense) dense_dbias.init(kConsumerWarps);
     }
-};
-
-// The (batch element, KV head) indices of a launch, as get_work_tile counts them. Batch elements that reduce the
-// gradient of a dense bias serially count as one, and all sequences if packs_n_blocks.
-struct BwdLaunchRange {
-    int first, count;
-    int num_n_blocks;     // of one index
-    bool packs_n_blocks;  // n_blocks of packed sequences are numbered as in common/packed_blocks.cuh
-};
-
-// An n_block of one key/value head and batch element.
-struct BwdWorkTile {
-    int n_block, kv_head, first_head, qheads_per_kv;  // the query heads [first_head, first_head + qheads_per_kv)
-    int batch;
-    int batch_rank;  // among the batch elements that share a dense bias and reduce its gradient serially, else 0
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -12,7 +12,7 @@ public:
     // may overflow.
     static constexpr float kMaxInitialBias = 1 << 14;
 
-    // The calls of store() that write a tile. Those beyond its keys have none.
+    // A tile is written in parts of 32 keys. With 64 keys the last two have none.
     static constexpr int kParts = 4;
 
     // Writes part `part`, the bias of one key a lane. inverse_scale: 0 where the scores are not accumulated onto the

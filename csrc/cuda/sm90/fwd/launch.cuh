@@ -29,7 +29,7 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     softmax.unscaled_scores = starts_from_bias(kBias) ? can_start_from_bias(p) : can_leave_scores_unscaled(p);
     softmax.scale = static_cast<float>(p.softmax_scale);
     softmax.inverse_scale = starts_from_bias(kBias) && softmax.unscaled_scores ? 1 / softmax.scale : 0;
-    // -FLT_MAX masks a score: times more than 1 it becomes -inf.
+    // An entry of -FLT_MAX masks: multiplied by a factor above 1 it becomes -inf.
     if (is_relative(kBias)) softmax.inverse_scale = std::max(softmax.inverse_scale, std::nextafter(1.f, 2.f));
     softmax.to_log2 = softmax.unscaled_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);

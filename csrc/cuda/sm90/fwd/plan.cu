@@ -36,8 +36,8 @@ bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seql
 
 int64_t kv_head_bytes(const FwdArgs& p) { return 2 * p.seqlen_k * p.head_dim * kElementBytes; }
 
-// Whether all K and V are read at the same time without loss: they take at most twice the L2 cache. The CTAs of a head
-// read the same keys at about the same time.
+// Whether it is no slower if the CTAs in progress read all K and V: these take at most twice the L2 cache. The CTAs of
+// a head read the same keys at about the same time.
 bool is_near_cache(const FwdArgs& p) {
     return p.batch * p.kv_heads * kv_head_bytes(p) <= 2 * current_device().l2_bytes;
 }
@@ -86,9 +86,8 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers)
     scheduler.qheads_per_tile = qheads_per_tile;
     scheduler.batch_first = !scheduler.packs_m_blocks && orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
-    // A persistent CTA loads its next work tile during the last one's epilogue. Its work tiles are known in advance,
-    // unless the scheduler is dynamic (interval masks): so they must be short, their lengths change evenly, or a CTA has
-    // so many that these average out.
+    // A persistent CTA loads the next Q during its epilogue. A static schedule fixes its work tiles in advance: it is
+    // used only if these are short, their lengths change evenly, or a CTA has so many that they average out.
     const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
     const bool uniform = gathers || (!p.is_causal && even);
     constexpr unsigned kShort = 2048, kManyRounds = 16;

@@ -11,7 +11,7 @@ namespace flash_dmattn::cuda::sm90 {
 // Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
 // not.
 bool should_use_fwd(const FwdParams& params);
-// Supported: more than 64 rows, and tensors that TMA can read; over key lists, no dense bias and has_list_kernel().
+// Selects the kernel. Returns false where none supports the call (docs/kernels.md, "Which kernels serve a call").
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);
 
 // Over key lists sm80's kernel is faster at small head dimensions.
@@ -22,7 +22,7 @@ struct FwdTileSchedulerParams {
     FastDivmod num_m_blocks;        // of one head; if packs_m_blocks, of all sequences
     FastDivmod swizzle;             // L2 swizzle: (head, batch) pairs of a group; divides their number
     FastDivmod inner;               // H / qheads_per_tile, or B if batch_first
-    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias
+    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static, as with a dense bias or key lists
     int qheads_per_tile;            // gathered keys: one query head per MMA warpgroup, or 1; else 1
     bool packs_m_blocks;            // m_blocks of packed sequences are numbered as in common/packed_blocks.cuh
     bool batch_first;               // pairs are numbered batch by batch, so that L2 serves a shared dense bias

@@ -1,9 +1,9 @@
 // The online softmax of the sm90 forward, which avoids row maxima.
 //
 // The GEMMs of a warpgroup wait for its softmax and the reverse, so that every instruction here delays the n_block.
-// OnlineSoftmax keeps a base while no exponential exceeds 2^kRescaleThreshold (lazy rescaling). So exponentials are first computed
-// with the last base. If a lane's part of the sums of its two rows exceeds 2^kRescaleThreshold, they are computed again with the
-// row maxima.
+// OnlineSoftmax keeps a base while no exponential exceeds 2^kRescaleThreshold (lazy rescaling). So exponentials are
+// first computed with the last base. If a lane's part of the sums of its two rows exceeds 2^kRescaleThreshold, they are
+// computed again with the row maxima.
 #pragma once
 
 #include "cuda/arch/fragment.cuh"

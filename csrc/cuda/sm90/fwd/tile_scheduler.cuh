@@ -3,19 +3,11 @@
 // Longest first (LPT) with an L2 swizzle, as in FlashAttention-3: the (head, batch) pairs are divided into groups of
 // `swizzle`. Within a group the m_block varies slowest, the last one first: under causality it is the longest. Groups
 // run one after another, so that L2 holds the K and V of the group in progress. A persistent grid has one group, unless
-// work tiles are uniform.
+// work tiles are uniform. plan_grid selects groups and scheduler (docs/kernels.md).
 //
 // Static persistent CTAs process work tiles in rounds. CTA i has the i-th work tile of a round, and the i-th from the
 // end of the next: since lengths change evenly, all CTAs have about as much work. Those of packed sequences average out
 // over the rounds.
-//
-// The first row that fits:
-//
-// | call (plan_grid)                                                      | scheduler          |
-// | interval mask without a dense bias or lists                           | dynamic persistent |
-// | other interval masks; uniform or causal work tiles; at most 2048 rows | static persistent  |
-// | packs_m_blocks with 16 rounds or more, without a mask of each score   | static persistent  |
-// | packed masks; packed sequences; causal, far more K and V than L2      | one CTA per tile   |
 //
 // Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered consecutively
 // (packs_m_blocks in common/packed_blocks.cuh): as one sequence of all heads, in one group.

@@ -47,9 +47,8 @@ protected:
     __device__ __forceinline__ int end_of_keys(const FwdWorkTile& work_tile) const {
         return work_tile.s.keys_of(last_row(work_tile), p_.is_causal);
     }
-    // The keys below this are seen by all rows of the Q tile, but for a mask. Rows past a packed sequence's end are
-    // those of the next one: masked, they take no part in the softmax's vote, so that the bits of a sequence do not
-    // depend on its neighbors.
+    // All rows of the Q tile see the keys below this, but for a mask. 0 if it extends past a packed sequence: its rows
+    // of the next one are then masked in every n_block, so that a result does not depend on them.
     __device__ __forceinline__ int end_of_full_keys(const FwdWorkTile& work_tile) const {
         const bool has_other_rows = p_.cu_seqlens_q != nullptr && work_tile.first_row + kRows > work_tile.s.rows;
         return has_other_rows ? 0 : work_tile.s.keys_of(work_tile.first_row, p_.is_causal);

@@ -30,10 +30,11 @@ public:
     }
 
 private:
-    // Arrivals at the barrier of a K stage, of the thread of K and of the warp that writes a key or relative bias beside
-    // it: one lane arrives after the metadata, and all when their copies of a relative bias have completed.
+    // Arrivals at the barrier of a K stage. The warp that writes a key or relative bias beside K arrives by one lane
+    // after the metadata, and by all when their copies of a relative bias have completed. The barrier counts the threads
+    // of FwdMaskedProducer: the thread of K arrives for the rest of them.
     static constexpr int kBiasArrivals = is_relative(kBias) ? 1 + 32 : kBias == BiasKind::kKey ? 1 : 0;
-    static constexpr int kKeyArrivals = SharedStorage::kKeyArrivals - kBiasArrivals;
+    static constexpr int kArrivalsOfK = SharedStorage::kKeyArrivals - kBiasArrivals;
 
     __device__ void produce_k() {
         Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
@@ -135,7 +136,7 @@ private:
         return smem_.metadata[key_pipeline_.stage()];
     }
     __device__ __forceinline__ void commit_k() {
-        mbarrier_arrive(key_pipeline_.full(), kKeyArrivals);
+        mbarrier_arrive(key_pipeline_.full(), kArrivalsOfK);
         key_pipeline_.advance();
     }
     __device__ __forceinline__ void commit_bias() {

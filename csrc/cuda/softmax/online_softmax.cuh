@@ -7,12 +7,12 @@
 namespace flash_dmattn::cuda {
 
 // State of a warp's 16 * kMFragments rows in the accumulator layout of fragment.cuh: element [2 m + h] belongs to row
-// 16 m + 8 h + fragment_row(). Scores times `to_log2` are exponents of 2.
+// 16 m + 8 h + fragment_row(). Scores times `scale_log2` are exponents of 2.
 template <int kMFragments>
 struct OnlineSoftmax {
     // Lazy rescaling: the base stays below the row maximum while no exponential exceeds 2^kRescaleThreshold.
     static constexpr float kRescaleThreshold = 8;
-    // Above this shift, the rounding error of score * to_log2 - shift is visible, so the base is subtracted first.
+    // Above this shift, the rounding error of score * scale_log2 - shift is visible, so the base is subtracted first.
     static constexpr float kMaxShift = 1 << 20;
 
     float max[kMFragments * 2];
@@ -30,8 +30,8 @@ struct OnlineSoftmax {
     // base. mask_extremes() is called before a row maximum becomes a finite number below `extreme`, and may set
     // scores to -inf.
     template <int kNFragments, typename MaskExtremes, typename Correct>
-    __device__ __forceinline__ void update(float (&scores)[kMFragments][kNFragments][4], float to_log2, float extreme,
-                                           const MaskExtremes& mask_extremes, const Correct& correct,
+    __device__ __forceinline__ void update(float (&scores)[kMFragments][kNFragments][4], float scale_log2,
+                                           float extreme, const MaskExtremes& mask_extremes, const Correct& correct,
                                            float rescale_threshold = kRescaleThreshold) {
         float largest[kMFragments * 2];
         const auto compute_max = [&] {
@@ -50,7 +50,7 @@ struct OnlineSoftmax {
         };
         float shift[kMFragments * 2];
         const auto compute_shift = [&](int i) {
-            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * to_log2;
+            shift[i] = (max[i] == -kInfinity ? 0.f : max[i]) * scale_log2;
             return fabsf(shift[i]) > kMaxShift;
         };
         bool changes = false, is_large = false;
@@ -59,7 +59,7 @@ struct OnlineSoftmax {
         compute_max();
 #pragma unroll
         for (int i = 0; i < kMFragments * 2; ++i) {
-            if ((largest[i] - max[i]) * to_log2 <= rescale_threshold) largest[i] = max[i];
+            if ((largest[i] - max[i]) * scale_log2 <= rescale_threshold) largest[i] = max[i];
             changes |= largest[i] != max[i];
         }
         if (__any_sync(~0u, changes || is_large)) {  // rare
@@ -74,7 +74,7 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < kMFragments * 2; ++i) {
                 const float base = largest[i] == -kInfinity ? 0.f : largest[i];  // no -inf - -inf
-                const float correction = fast_exp2((max[i] - base) * to_log2);
+                const float correction = fast_exp2((max[i] - base) * scale_log2);
                 max[i] = largest[i];
                 sum[i] *= correction;
                 correct(i, correction);
@@ -101,7 +101,7 @@ struct OnlineSoftmax {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& x = scores[i / 2][n][i % 2 * 2 + e];
-                    x = fast_exp2(fmaf(x, to_log2, -shift[i]));
+                    x = fast_exp2(fmaf(x, scale_log2, -shift[i]));
                     sum[i] += x;
                 }
     }

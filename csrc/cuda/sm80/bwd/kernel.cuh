@@ -119,13 +119,13 @@ private:
     static constexpr int kDkvColStep = Traits::kDkvColWarps * 16, kDqColStep = Traits::kDqColWarps * 16;
     using DkvAccumulator = float[Traits::kDkvM][Traits::kDkvN][4];
     using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
-    using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
+    using ScoreB = FragmentsB<typename Traits::KvTile, Major::kK>;
     using ScoreC = SmemFragments<typename Traits::ScoresTile, MatrixOrder::kColMajor>;
     using DkvA = FragmentsA<typename Traits::ScoresTile, Major::kMN>;
     using DkvB = FragmentsB<typename Traits::RowsTile, Major::kMN>;
     using DqA = FragmentsA<typename Traits::ScoresTile, Major::kK>;
-    using DqB = FragmentsB<typename Traits::KeysTile, Major::kMN>;
-    using DkvC = SmemFragments<typename Traits::KeysTile, MatrixOrder::kColMajor>;
+    using DqB = FragmentsB<typename Traits::KvTile, Major::kMN>;
+    using DkvC = SmemFragments<typename Traits::KvTile, MatrixOrder::kColMajor>;
 
     __device__ const Sequence& sequence() const { return cta_.sequence(); }
     static __device__ int dkv_key() { return warp_id() / Traits::kDkvColWarps * Traits::kDkvKeys; }
@@ -169,7 +169,7 @@ private:
     __device__ __forceinline__ T* first_key_of(const RowsView& view) const {
         return key_rows<T>(view, sequence(), cta_.kv_head) + cta_.first_key * view.row_stride;
     }
-    __device__ __forceinline__ void load_keys(typename Traits::KeysTile& tile, const RowsView& view,
+    __device__ __forceinline__ void load_keys(typename Traits::KvTile& tile, const RowsView& view,
                                               const uint32_t (&visible_keys)[Traits::kWords]) const {
         const T* from = first_key_of(view);
         copy_rows_async<Traits::kThreads>(tile, static_cast<int>(p_.head_dim), [&](int key) -> const T* {
@@ -284,7 +284,7 @@ private:
         gradient.template add_grid_tile<Traits::kThreads>(smem_.dscores, step.m_block * Traits::kRows, cta_.first_key);
     }
 
-    __device__ __forceinline__ void store_dkv(const DkvAccumulator& acc, typename Traits::KeysTile& staging,
+    __device__ __forceinline__ void store_dkv(const DkvAccumulator& acc, typename Traits::KvTile& staging,
                                               const RowsView& view, float scale) const {
         store_accumulator<T, kDkvColStep>(acc, DkvC(address_of(staging), DkvC::lane_offset(dkv_key(), dkv_col())),
                                           scale);

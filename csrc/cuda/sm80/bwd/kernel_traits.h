@@ -47,7 +47,7 @@ struct BwdKernelTraits {
                   kHeadDim % (16 * kDqColWarps) == 0);
 
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
+    using KvTile = SmemTile<T, kKeys, kHeadDim>;    // K, V
     using ScoresTile = SmemTile<T, kRows, kKeys>;   // bias, P, dS
 };
 

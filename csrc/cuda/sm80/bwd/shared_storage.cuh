@@ -26,8 +26,8 @@ struct BwdSharedStorage {
     static constexpr bool kKeyBias = kBias == BiasKind::kKey;
     // P overwrites the dense bias, so the next bias tile needs a stage of its own.
     static constexpr int kProbStages = kBias == BiasKind::kDense ? 2 : 1;
-    typename Traits::KeysTile key;
-    typename Traits::KeysTile value;
+    typename Traits::KvTile key;
+    typename Traits::KvTile value;
     QdoStage<Traits, kKeyBias> qdo[2];
     typename Traits::ScoresTile probs[kProbStages];
     typename Traits::ScoresTile dscores;

@@ -33,8 +33,8 @@ template <typename Traits>
 struct BwdDbiasSharedStorage {
     struct Stage {
         QdoStage<Traits, false> qdo;
-        typename Traits::KeysTile key;
-        typename Traits::KeysTile value;
+        typename Traits::KvTile key;
+        typename Traits::KvTile value;
     };
     static constexpr int kStages =
         Traits::kHeadDim <= 64 ? 2 : 1;  // more CTAs per SM are worth more than a second stage
@@ -113,10 +113,10 @@ __device__ __forceinline__ void load_contributor(typename BwdDbiasSharedStorage<
                                                  const Contributor<typename Traits::T>& from, int first_row,
                                                  int n_block) {
     load_qdo_stage(to.qdo, address_of, p, s, from.rows, first_row, s.rows - first_row, n_block);
-    const auto load_keys = [&](typename Traits::KeysTile& tile, const typename Traits::T* keys, int64_t row_stride) {
+    const auto load_keys = [&](typename Traits::KvTile& tile, const typename Traits::T* keys, int64_t row_stride) {
         const int first_key = n_block * Traits::kKeys;
-        copy_tile_async<typename Traits::KeysTile, Traits::kThreads>(address_of(tile), keys, row_stride, first_key,
-                                                                     s.keys - first_key, static_cast<int>(p.head_dim));
+        copy_tile_async<typename Traits::KvTile, Traits::kThreads>(address_of(tile), keys, row_stride, first_key,
+                                                                   s.keys - first_key, static_cast<int>(p.head_dim));
     };
     load_keys(to.key, from.key, p.key.row_stride);
     load_keys(to.value, from.value, p.value.row_stride);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_contributor(typename BwdDbiasSharedStorage<
 template <typename Traits>
 struct DxPass {
     using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
-    using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
+    using ScoreB = FragmentsB<typename Traits::KvTile, Major::kK>;
     const BwdArgs& p;
     const Sequence& s;
     const SmemAddress& address_of;

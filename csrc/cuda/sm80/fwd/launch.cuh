@@ -22,7 +22,7 @@ void launch_fwd(const FwdArgs& p, const FwdTileChoice& choice, cudaStream_t stre
     scheduler.batch_first = orders_batch_first(p);
     params.unscaled_scores = can_leave_scores_unscaled(p);
     params.scale = static_cast<float>(p.softmax_scale);
-    params.to_log2 = params.unscaled_scores ? params.scale * kLog2E : kLog2E;
+    params.scale_log2 = params.unscaled_scores ? params.scale * kLog2E : kLog2E;
     params.softcap = static_cast<float>(p.softcap);
     const auto aligned = [](int64_t stride) { return stride % 8 == 0; };
     params.bias_aligned = p.bias.col_stride == 1 && reinterpret_cast<intptr_t>(p.bias.data) % 16 == 0 &&

@@ -19,7 +19,7 @@ namespace flash_dmattn::cuda::sm80 {
 struct FwdKernelParams {
     FwdTileScheduler scheduler;
     float scale;
-    float to_log2;         // scores times this are exponents of 2
+    float scale_log2;      // scores times this are exponents of 2
     bool unscaled_scores;  // the softmax runs on unscaled Q K^T
     float softcap;
     bool bias_aligned;  // dense bias: keys are contiguous and every row is 16-byte aligned
@@ -97,7 +97,7 @@ protected:
                 // A maximum below this belongs to a row that has only seen keys that its dense bias masks.
                 constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
                 softmax_.update(
-                    scores, params_.to_log2, kExtreme, [&] { source.mask_by_bias(scores, current); },
+                    scores, params_.scale_log2, kExtreme, [&] { source.mask_by_bias(scores, current); },
                     [&](int i, float factor) { softmax_.scale(out_, i, factor); });
                 gemm_pv(scores);
             }
@@ -261,7 +261,7 @@ private:
             float largest = shared_storage_.max[0][row], total = 0;
             for (int w = 1; w < kKeyWarps; ++w) largest = fmaxf(largest, shared_storage_.max[w][row]);
             const float shift = largest == -kInfinity ? 0.f : largest;
-            const auto weight = [&](float max) { return fast_exp2((max - shift) * params_.to_log2); };
+            const auto weight = [&](float max) { return fast_exp2((max - shift) * params_.scale_log2); };
             for (int w = 0; w < kKeyWarps; ++w)
                 total += shared_storage_.sum[w][row] * weight(shared_storage_.max[w][row]);
             const float own = weight(softmax_.max[i]);

@@ -101,10 +101,10 @@ private:
     __device__ bool needs_dbias() const { return p_.dbias.data != nullptr; }
     __device__ bool accumulates_dbias() const { return kBias == BiasKind::kDense && p_.dbias_accum_size > 0; }
     __device__ const Stage& stage_of(int n_block) const { return smem_.keys[n_block % SharedStorage::kPositionStages]; }
-    __device__ const typename Traits::KeysTile& k_of(int n_block) const {
+    __device__ const typename Traits::KvTile& k_of(int n_block) const {
         return smem_.key[n_block % SharedStorage::kKStages];
     }
-    __device__ const typename Traits::KeysTile& v_of(int n_block) const {
+    __device__ const typename Traits::KvTile& v_of(int n_block) const {
         return smem_.value[n_block % SharedStorage::kVStages];
     }
 
@@ -182,10 +182,10 @@ private:
         }
         cp_async_commit();
     }
-    __device__ __forceinline__ void gather(typename Traits::KeysTile& to, const T* from, int64_t row_stride,
+    __device__ __forceinline__ void gather(typename Traits::KvTile& to, const T* from, int64_t row_stride,
                                            const Stage& stage) {
-        using Copy = RowCopy<kThreads, typename Traits::KeysTile>;
-        const uint32_t lane = address_of(to) + Traits::KeysTile::offset(Copy::first_row(), Copy::chunk()) * 2;
+        using Copy = RowCopy<kThreads, typename Traits::KvTile>;
+        const uint32_t lane = address_of(to) + Traits::KvTile::offset(Copy::first_row(), Copy::chunk()) * 2;
         Copy::start(lane, static_cast<int>(p_.head_dim), [&](int i) {
             const int key = stage.position[Copy::first_row() + i * Copy::kRowsAtOnce];
             return RowSource<T>{from + key * row_stride, key >= 0};
@@ -226,7 +226,7 @@ private:
                 [&](int n, int e) { return stage.position[first_key + n * 8 + fragment_col() + e]; });
         };
         using ScoreA = FragmentsA<typename Traits::RowsTile, Major::kK>;
-        using ScoreB = FragmentsB<typename Traits::KeysTile, Major::kK>;
+        using ScoreB = FragmentsB<typename Traits::KvTile, Major::kK>;
         recompute_p_ds<Traits, kBias, true>(
             scores, dprobs, p_, ScoreA(address_of(smem_.qdo.query), score_row_, 0),
             ScoreB(address_of(k_of(n_block)), first_key, 0), ScoreA(address_of(smem_.qdo.dout), score_row_, 0),
@@ -357,7 +357,7 @@ private:
         const auto& dscores = smem_.dscores[n_block % SharedStorage::kScoreStages];
         warp_gemm<T, kKeys, kDqColStep>(
             dq_, FragmentsA<typename Traits::ScoresTile, Major::kK>(address_of(dscores), dq_row(), 0),
-            FragmentsB<typename Traits::KeysTile, Major::kMN>(address_of(k_of(n_block)), 0, dq_col()));
+            FragmentsB<typename Traits::KvTile, Major::kMN>(address_of(k_of(n_block)), 0, dq_col()));
         accumulate_dkv(n_block, smem_.probs[n_block % SharedStorage::kScoreStages], smem_.qdo.dout,
                        smem_.pointers.dvalue);
         accumulate_dkv(n_block, dscores, smem_.qdo.query, smem_.pointers.dkey);

@@ -55,7 +55,7 @@ struct GatherBwdSharedStorage {
     static constexpr int kScoreStages = 2, kPositionStages = 4;
 
     QdoStage<Traits, false> qdo;
-    typename Traits::KeysTile key[kKStages], value[kVStages];
+    typename Traits::KvTile key[kKStages], value[kVStages];
     typename Traits::ScoresTile probs[kScoreStages], dscores[kScoreStages];
     GatheredKeyStage<Traits::kRows, Traits::kKeys> keys[kPositionStages];
     float key_sums[kScoreStages][Traits::kSizes.score_row_warps]

@@ -51,7 +51,7 @@ struct BwdMmaTraits {
 
     static constexpr int kSlabCols = kDkvCols % 64 == 0 ? 64 : 32;  // each warpgroup's columns begin with a slab
     using RowsTile = SmemTile<T, kRows, kHeadDim, kSlabCols>;       // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;       // K, V
+    using KvTile = SmemTile<T, kKeys, kHeadDim, kSlabCols>;         // K, V
     using ScoresTile = SmemTile<T, kRows, kKeys>;                   // dense bias, P, dS
     static_assert(ScoresTile::kSlabCols == 64, "one slab for each 64 keys");
 };

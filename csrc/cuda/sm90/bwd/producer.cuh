@@ -123,7 +123,7 @@ private:
         const Sequence& s = sequence();
         if (threadIdx.x == 0) {
             const uint32_t barrier = smem_address(&smem_.keys_full);
-            mbarrier_expect_tx(barrier, 2 * sizeof(typename Traits::KeysTile));
+            mbarrier_expect_tx(barrier, 2 * sizeof(typename Traits::KvTile));
             tma_load_rows(smem_.key, maps_.key, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
             tma_load_rows(smem_.value, maps_.value, barrier, p_, s, s.first_key + first_key(), work_tile_.kv_head);
         }

@@ -5,7 +5,6 @@
 #include <climits>
 #include <type_traits>
 
-#include "cuda/arch/atomic_add.cuh"
 #include "cuda/arch/memory.cuh"
 #include "cuda/arch/mma.cuh"
 #include "cuda/mask/intervals.cuh"
@@ -28,7 +27,7 @@ protected:
     using ScoresFragment = typename TiledMma::ScoresFragment;
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
-    static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kFragments = Traits::kScoreRows / 8;
+    static constexpr int kFragments = Traits::kScoreRows / 8;
     // Fragments of P that are computed before the wait for dP: fastest as measured. With a relative bias and 128 rows
     // the GEMM of dP comes first, and a dense bias leaves too few registers.
     static constexpr int kEarlyFragments =

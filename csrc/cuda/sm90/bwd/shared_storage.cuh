@@ -92,8 +92,8 @@ struct BwdSharedStorage {
         std::conditional_t<is_relative(kBias), RelativeBlock, Empty> relative_bias;
     };
 
-    alignas(kSmemTileAlign) typename Traits::KeysTile key;
-    alignas(kSmemTileAlign) typename Traits::KeysTile value;
+    alignas(kSmemTileAlign) typename Traits::KvTile key;
+    alignas(kSmemTileAlign) typename Traits::KvTile value;
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile bias_dscores[Traits::kStages];  // a dense bias, then dS

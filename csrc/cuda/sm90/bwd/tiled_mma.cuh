@@ -15,7 +15,7 @@ template <typename Traits>
 class BwdTiledMma {
     using T = typename Traits::T;
     using RowsTile = typename Traits::RowsTile;      // Q, dO: rows x head_dim
-    using KeysTile = typename Traits::KeysTile;      // K, V: keys x head_dim
+    using KvTile = typename Traits::KvTile;          // K, V: keys x head_dim
     using ScoresTile = typename Traits::ScoresTile;  // P, dS: rows x keys
 
 public:
@@ -38,9 +38,9 @@ public:
 
     // S = K Q^T or dP = V dO^T, summed over head_dim: both operands are K-major. Without kZeroInit S += K Q^T.
     template <bool kZeroInit = true>
-    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KeysTile& keys,
+    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KvTile& keys,
                                                 const RowsTile& rows) const {
-        const SmemDescriptor<KeysTile> a(keys, first_key());
+        const SmemDescriptor<KvTile> a(keys, first_key());
         const SmemDescriptor<RowsTile> b(rows, first_row());
         gemm_ss<kZeroInit, Major::kK, Major::kK>(scores, a, b);
     }
@@ -56,9 +56,9 @@ public:
         gemm_ss<false, Major::kMN, Major::kMN>(acc, a, b);
     }
     // dQ = dS^T K or dQ^T = K^T dS, summed over keys: dS is K-major, K is MN-major.
-    __device__ __forceinline__ void gemm_dq(DqFragment& dq, const ScoresTile& dscores, const KeysTile& keys) const {
+    __device__ __forceinline__ void gemm_dq(DqFragment& dq, const ScoresTile& dscores, const KvTile& keys) const {
         const SmemDescriptor<ScoresTile> rows(dscores, dq_row());
-        const SmemDescriptor<KeysTile> cols(keys, 0, dq_col());
+        const SmemDescriptor<KvTile> cols(keys, 0, dq_col());
         if constexpr (Traits::kTransposesDq) {
             gemm_ss<true, Major::kMN, Major::kK>(dq, cols, rows);
         } else {

@@ -10,8 +10,8 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// The sums of dx of a warpgroup, of kFragments fragments of 8 keys. Without splits they are dbias, else partial sums of a
-// split in float32: [splits, tiles, warpgroups, fragments of the tile, threads, 4].
+// The sums of dx of a warpgroup, of kFragments fragments of 8 keys. Without splits they are dbias, else partial sums of
+// a split in float32: [splits, tiles, warpgroups, fragments of the tile, threads, 4].
 template <typename Traits, int kFragments = Traits::kKeys / 8>
 class DbiasSums {
 public:
@@ -94,7 +94,7 @@ public:
 private:
     static constexpr int kFragments = Traits::kKeys / 8;
     using RowsTile = typename Traits::RowsTile;
-    using KeysTile = typename Traits::KeysTile;
+    using KvTile = typename Traits::KvTile;
     using BiasTile = typename Traits::BiasTile;
     using ContributorInfo = typename SharedStorage::ContributorInfo;
     using Scores = float[1][kFragments][4];
@@ -137,7 +137,7 @@ private:
         operands_pipeline_.consumer_wait();
         const auto& operands = smem_.operands[operands_pipeline_.stage()];
         gemm_ss<true, Major::kK, Major::kK>(acc, SmemDescriptor<RowsTile>(operands.rows, warpgroup_ * 64),
-                                            SmemDescriptor<KeysTile>(operands.keys));
+                                            SmemDescriptor<KvTile>(operands.keys));
     }
 
     // S to P.

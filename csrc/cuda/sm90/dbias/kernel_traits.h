@@ -21,7 +21,7 @@ struct DbiasKernelTraits {
     static constexpr int kStages = kHeadDim <= 64 ? 5 : kHeadDim == 128 ? 3 : 2;  // each has Q and K, or dO and V
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     using RowsTile = SmemTile<T, kRows, kHeadDim>;  // Q, dO
-    using KeysTile = SmemTile<T, kKeys, kHeadDim>;  // K, V
+    using KvTile = SmemTile<T, kKeys, kHeadDim>;    // K, V
     using BiasTile = SmemTile<T, kRows, kKeys>;
 };
 

@@ -20,7 +20,7 @@ template <typename Traits>
 struct DbiasSharedStorage {
     struct Operands {
         typename Traits::RowsTile rows;
-        typename Traits::KeysTile keys;
+        typename Traits::KvTile keys;
     };
     // A contributor, its row stats and its mask.
     struct ContributorInfo {

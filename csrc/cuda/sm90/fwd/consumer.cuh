@@ -44,7 +44,7 @@ private:
     static constexpr int kScoreFragments = kKeys / 8, kOutFragments = kHeadDim / 8;
     static constexpr int kBiasTiles = kKeys / SharedStorage::kBiasKeys;  // stages of a dense bias for an n_block
     using QueryTile = typename SharedStorage::QueryTile;
-    using KeyTile = typename SharedStorage::KeyTile;
+    using KvTile = typename SharedStorage::KvTile;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
     using Scores = float[1][kScoreFragments][4];
     using Probs = uint32_t[kKeys / 16][4];
@@ -133,10 +133,10 @@ private:
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
         gemm_ss<!starts_from_bias(kBias), Major::kK, Major::kK>(
             scores, SmemDescriptor<QueryTile>(smem_.query[query_pipeline_.stage()], warpgroup_ * kWarpgroupRows),
-            SmemDescriptor<KeyTile>(smem_.key[key_pipeline_.stage()]));
+            SmemDescriptor<KvTile>(smem_.key[key_pipeline_.stage()]));
     }
     __device__ __forceinline__ void gemm_pv(const Probs& probs) {
-        gemm_rs<false, Major::kMN>(out_, probs, SmemDescriptor<KeyTile>(smem_.value[value_pipeline_.stage()]));
+        gemm_rs<false, Major::kMN>(out_, probs, SmemDescriptor<KvTile>(smem_.value[value_pipeline_.stage()]));
     }
     __device__ __forceinline__ void finish_pv() {
         wgmma_wait_group<0>();
@@ -220,7 +220,7 @@ private:
         for (int w = 0; w < kWords; ++w) word |= visible_keys_[w] & (key / 32 == w ? ~0u : 0u);
         if (!(word >> key % 32 & 1))
             for (int chunk = thread % kThreadsPerKey; chunk < kHeadDim / 8; chunk += kThreadsPerKey)
-                *reinterpret_cast<uint4*>(value.data + KeyTile::offset(key, chunk)) = {};
+                *reinterpret_cast<uint4*>(value.data + KvTile::offset(key, chunk)) = {};
         fence_proxy_async();
         sync_warpgroup();
     }
@@ -245,7 +245,7 @@ private:
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
         const auto mask = [&] { mask_by_bias(scores, n_block); };
         finish_out();
-        softmax_.update(scores, probs, to_log2(), kExtreme, mask,
+        softmax_.update(scores, probs, scale_log2(), kExtreme, mask,
                         [&](int i, float factor) { softmax_.scale(out_, i, factor); });
     }
 
@@ -360,8 +360,8 @@ private:
     }
 
     // Scores of the softmax times this are exponents of 2.
-    __device__ float to_log2() const {
-        return kBias != BiasKind::kKey || has_unscaled_scores_ ? params_.softmax.to_log2 : kLog2E;
+    __device__ float scale_log2() const {
+        return kBias != BiasKind::kKey || has_unscaled_scores_ ? params_.softmax.scale_log2 : kLog2E;
     }
     __device__ bool has_unscaled_scores() const {
         return kBias == BiasKind::kKey ? has_unscaled_scores_ : params_.softmax.unscaled_scores;

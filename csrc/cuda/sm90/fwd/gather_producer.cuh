@@ -46,7 +46,7 @@ public:
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys;
     static constexpr int kWarpKeys = kKeys / 4;
-    using KeyTile = typename SharedStorage::KeyTile;
+    using KvTile = typename SharedStorage::KvTile;
     static_assert(kBias != BiasKind::kDense && SharedStorage::kRows == KeyListsView::kRows &&
                   kKeys % KeyListsView::kAlign == 0);
 
@@ -126,7 +126,7 @@ private:
     // The key of this lane in an n_block. Two lanes share one where a warp has 16.
     static __device__ __forceinline__ int lane_key() { return warp_id() * kWarpKeys + lane_id() % kWarpKeys; }
     // Gathers this warp's rows of K or V; `position` belongs to this lane's key.
-    __device__ __forceinline__ void gather(KeyTile& to, const T* rows, int64_t row_stride, int position) const {
+    __device__ __forceinline__ void gather(KvTile& to, const T* rows, int64_t row_stride, int position) const {
         gather_rows<kWarpKeys>(to, warp_id() * kWarpKeys, rows, row_stride, position, static_cast<int>(p_.head_dim));
     }
 

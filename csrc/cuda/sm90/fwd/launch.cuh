@@ -31,11 +31,11 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
     softmax.inverse_scale = starts_from_bias(kBias) && softmax.unscaled_scores ? 1 / softmax.scale : 0;
     // An entry of -FLT_MAX masks: multiplied by a factor above 1 it becomes -inf.
     if (is_relative(kBias)) softmax.inverse_scale = std::max(softmax.inverse_scale, std::nextafter(1.f, 2.f));
-    softmax.to_log2 = softmax.unscaled_scores ? softmax.scale * kLog2E : kLog2E;
+    softmax.scale_log2 = softmax.unscaled_scores ? softmax.scale * kLog2E : kLog2E;
     softmax.softcap = static_cast<float>(p.softcap);
 
     FwdTensorMaps maps{};
-    constexpr int kSlab = SharedStorage::KeyTile::kSlabCols;
+    constexpr int kSlab = SharedStorage::KvTile::kSlabCols;
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, rows, 1});
     if (!Traits::kGathers) {
         maps.key = make_tensor_map(key_layout(p, p.key), {kSlab, 1, Traits::kKeys, 1});

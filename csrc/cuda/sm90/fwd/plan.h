@@ -20,7 +20,7 @@ constexpr bool has_list_kernel(int64_t head_dim) { return head_dim > 32; }
 struct FwdTileSchedulerParams {
     unsigned num_work_tiles;
     FastDivmod num_m_blocks;        // of one head; if packs_m_blocks, of all sequences
-    FastDivmod swizzle;             // L2 swizzle: (head, batch) pairs of a group; divides their number
+    FastDivmod swizzle;             // L2 swizzle: (head, batch) pairs of a section; divides their number
     FastDivmod inner;               // H / qheads_per_tile, or B if batch_first
     int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static, as with a dense bias or key lists
     int qheads_per_tile;            // gathered keys: one query head per MMA warpgroup, or 1; else 1

@@ -22,7 +22,7 @@ constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : kWarpgroupThre
 
 struct FwdSoftmaxParams {
     float scale;
-    float to_log2;         // scores of the softmax times this are exponents of 2
+    float scale_log2;      // scores of the softmax times this are exponents of 2
     bool unscaled_scores;  // the softmax runs on unscaled Q K^T, accumulated onto bias / scale: scaling keeps the order
     float inverse_scale;   // of the bias that S is accumulated onto; 0: S starts from 0
     float softcap;         // 0: none
@@ -56,7 +56,7 @@ struct FwdSharedStorage {
     static constexpr int kWorkTileStages = Traits::kQueryStages + 1;
 
     using QueryTile = SmemTile<T, kRows, Traits::kHeadDim>;
-    using KeyTile = SmemTile<T, kKeys, Traits::kHeadDim>;
+    using KvTile = SmemTile<T, kKeys, Traits::kHeadDim>;
     using BiasTile = SmemTile<T, kWarpgroupRows, kBiasKeys>;
     using RelativeSegment = SegmentOf<kBias, kRows, kKeys>;
     using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, FwdNamedBarriers::kNextWorkTile,
@@ -80,8 +80,8 @@ struct FwdSharedStorage {
     };
 
     alignas(kSmemTileAlign) QueryTile query[Traits::kQueryStages];
-    alignas(kSmemTileAlign) KeyTile key[Traits::kKeyStages];
-    alignas(kSmemTileAlign) KeyTile value[Traits::kValueStages];
+    alignas(kSmemTileAlign) KvTile key[Traits::kKeyStages];
+    alignas(kSmemTileAlign) KvTile value[Traits::kValueStages];
     using BiasTiles = std::conditional_t<kBias == BiasKind::kDense,
                                          BiasTile[Traits::kConsumerWarpgroups][Traits::kBiasStages], Empty>;
     alignas(kSmemTileAlign) BiasTiles bias;

@@ -27,11 +27,11 @@ public:
     // OnlineSoftmax::update.
     template <int kFragments, typename MaskExtremes, typename Correct>
     __device__ __forceinline__ void update(float (&scores)[1][kFragments][4], uint32_t (&probs)[kFragments / 2][4],
-                                           float to_log2, float extreme, const MaskExtremes& mask_extremes,
+                                           float scale_log2, float extreme, const MaskExtremes& mask_extremes,
                                            const Correct& correct) {
         const bool tries = skips_ == 0;
-        if (tries && try_base(scores, probs, to_log2)) return;
-        OnlineSoftmax<1>::update(scores, to_log2, extreme, mask_extremes, correct, tries ? 0.f : kRescaleThreshold);
+        if (tries && try_base(scores, probs, scale_log2)) return;
+        OnlineSoftmax<1>::update(scores, scale_log2, extreme, mask_extremes, correct, tries ? 0.f : kRescaleThreshold);
         to_a_operand<T>(scores, probs);
         // Bases that rise often are not tried often.
         if (tries) {
@@ -43,7 +43,7 @@ public:
         bool needs_max = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            shift_[i] = max[i] * to_log2;
+            shift_[i] = max[i] * scale_log2;
             needs_max |= !(fabsf(shift_[i]) <= kMaxShift);
         }
         if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
@@ -59,7 +59,7 @@ private:
     // Returns false, and leaves the sums, if an exponential may exceed 2^kRescaleThreshold.
     template <int kFragments>
     __device__ __forceinline__ bool try_base(const float (&scores)[1][kFragments][4],
-                                             uint32_t (&probs)[kFragments / 2][4], float to_log2) {
+                                             uint32_t (&probs)[kFragments / 2][4], float scale_log2) {
         float sums[2] = {0, 0};
 #pragma unroll
         for (int k = 0; k < kFragments / 2; ++k)
@@ -67,7 +67,8 @@ private:
             for (int i = 0; i < 4; ++i) {
                 const float* x = scores[0][2 * k + i / 2] + i % 2 * 2;
                 const float shift = shift_[i % 2];
-                const float p[2] = {fast_exp2(fmaf(x[0], to_log2, -shift)), fast_exp2(fmaf(x[1], to_log2, -shift))};
+                const float p[2] = {fast_exp2(fmaf(x[0], scale_log2, -shift)),
+                                    fast_exp2(fmaf(x[1], scale_log2, -shift))};
                 sums[i % 2] += p[0];
                 sums[i % 2] += p[1];
                 probs[k][i] = pack<T>(p[0], p[1]);
@@ -81,7 +82,7 @@ private:
 
     // The same in all lanes: n_blocks whose maximum is computed without trying, and how many after the next failure.
     int skips_ = 1, next_skips_ = 1;
-    float shift_[2];  // base times to_log2
+    float shift_[2];  // base times scale_log2
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -1,16 +1,16 @@
 // The tile scheduler of the forward: which work tiles, (m_block, head, batch), a CTA processes, and in which order.
 //
-// Longest first (LPT) with an L2 swizzle, as in FlashAttention-3: the (head, batch) pairs are divided into groups of
-// `swizzle`. Within a group the m_block varies slowest, the last one first: under causality it is the longest. Groups
-// run one after another, so that L2 holds the K and V of the group in progress. A persistent grid has one group, unless
-// work tiles are uniform. plan_grid selects groups and scheduler (docs/kernels.md).
+// Longest first (LPT) with an L2 swizzle, as in FlashAttention-3: the (head, batch) pairs are divided into sections
+// of `swizzle`. Within a section the m_block varies slowest, the last one first: under causality it is the longest.
+// Sections run one after another, so that L2 holds the K and V of the section in progress. A persistent grid has one
+// section, unless work tiles are uniform. plan_grid selects sections and scheduler (docs/kernels.md).
 //
 // Static persistent CTAs process work tiles in rounds. CTA i has the i-th work tile of a round, and the i-th from the
 // end of the next: since lengths change evenly, all CTAs have about as much work. Those of packed sequences average out
 // over the rounds.
 //
 // Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered consecutively
-// (packs_m_blocks in common/packed_blocks.cuh): as one sequence of all heads, in one group.
+// (packs_m_blocks in common/packed_blocks.cuh): as one sequence of all heads, in one section.
 #pragma once
 
 #include "cuda/arch/named_barrier.cuh"
@@ -30,8 +30,8 @@ public:
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);
-        const int in_group = rest.pop(scheduler.swizzle), m_block = rest.pop(scheduler.num_m_blocks);
-        FlatIndex pair(rest.rest * scheduler.swizzle.value + in_group);
+        const int in_section = rest.pop(scheduler.swizzle), m_block = rest.pop(scheduler.num_m_blocks);
+        FlatIndex pair(rest.rest * scheduler.swizzle.value + in_section);
         const int inner = pair.pop(scheduler.inner), outer = static_cast<int>(pair.rest);
         head = scheduler.batch_first ? outer : inner;
         const int number = static_cast<int>(scheduler.num_m_blocks.value) - 1 - m_block;

@@ -74,11 +74,11 @@ protected:
     }
     __device__ __forceinline__ void load_v(const FwdWorkTile& work_tile, int n_block) {
         value_pipeline_.producer_acquire();
-        mbarrier_arrive_and_expect_tx(value_pipeline_.full(), sizeof(typename SharedStorage::KeyTile));
+        mbarrier_arrive_and_expect_tx(value_pipeline_.full(), sizeof(typename SharedStorage::KvTile));
         load_block(smem_.value[value_pipeline_.stage()], maps_.value, value_pipeline_.full(), work_tile, n_block);
     }
     __device__ __forceinline__ void load_k(const FwdWorkTile& work_tile, int n_block) {
-        mbarrier_expect_tx(key_pipeline_.full(), sizeof(typename SharedStorage::KeyTile));
+        mbarrier_expect_tx(key_pipeline_.full(), sizeof(typename SharedStorage::KvTile));
         load_block(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), work_tile, n_block);
     }
     __device__ __forceinline__ void advance_q() {
@@ -152,7 +152,7 @@ protected:
 
 private:
     // An n_block of K or V.
-    __device__ __forceinline__ void load_block(typename SharedStorage::KeyTile& to, const CUtensorMap& map,
+    __device__ __forceinline__ void load_block(typename SharedStorage::KvTile& to, const CUtensorMap& map,
                                                uint32_t barrier, const FwdWorkTile& work_tile, int n_block) {
         tma_load_rows(to, map, barrier, p_, work_tile.s, work_tile.s.first_key + n_block * kKeys, kv_head_);
     }

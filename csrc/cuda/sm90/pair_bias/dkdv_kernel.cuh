@@ -27,7 +27,7 @@ struct PairBiasDkdvKernelTraits {
     static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 40 : 32,
                          kConsumerRegisters = kConsumerWarpgroups == 2 ? 232 : 160;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
-    using KeysTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
+    using KvTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
 };
 
 template <typename Traits>
@@ -37,8 +37,8 @@ struct PairBiasDkdvSharedStorage {
         uint32_t visible_keys[Traits::kConsumerWarpgroups * 2];  // words
     };
 
-    alignas(kSmemTileAlign) typename Traits::KeysTile key[Traits::kKeyStages];
-    alignas(kSmemTileAlign) typename Traits::KeysTile value[Traits::kKeyStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile key[Traits::kKeyStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile value[Traits::kKeyStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kRowStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kRowStages];
     PairBiasSmemRowStats row_stats[Traits::kRowStages];
@@ -116,7 +116,7 @@ private:
         const int key = work_tile_.block * Traits::kKeys, stage = key_pipeline_.stage();
         key_pipeline_.producer_acquire();
         smem_.metadata[stage] = metadata;
-        mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KeysTile));
+        mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KvTile));
         tma_load_rows(smem_.key[stage], maps_.key, key_pipeline_.full(), p_, s, key, work_tile_.head);
         tma_load_rows(smem_.value[stage], maps_.value, key_pipeline_.full(), p_, s, key, work_tile_.head);
         key_pipeline_.advance();
@@ -187,7 +187,7 @@ public:
 private:
     static constexpr int kScoreFragments = kPairBiasRows / 8, kDimFragments = kPairBiasHeadDim / 8;
     using RowsTile = typename Traits::RowsTile;
-    using KeysTile = typename Traits::KeysTile;
+    using KvTile = typename Traits::KvTile;
     using Scores = float[1][kScoreFragments][4];     // [keys, rows]
     using Accumulator = float[1][kDimFragments][4];  // [keys, D]
     using AOperand = uint32_t[kPairBiasRows / 16][4];
@@ -203,7 +203,7 @@ private:
         Scores scores, dprobs;
         AOperand probs, dscores;
         const int key_stage = key_pipeline_.stage();
-        const SmemDescriptor<KeysTile> key(smem_.key[key_stage], warpgroup_ * 64),
+        const SmemDescriptor<KvTile> key(smem_.key[key_stage], warpgroup_ * 64),
             value(smem_.value[key_stage], warpgroup_ * 64);
         for (uint32_t left = active_m_blocks; left != 0; left &= left - 1) {
             const int stage = row_pipeline_.stage();

@@ -48,7 +48,7 @@ public:
 private:
     static constexpr int kNBlocks = Traits::kNBlocks, kScoreFragments = 64 / 8, kDimFragments = kPairBiasHeadDim / 8;
     using RowsTile = typename Traits::RowsTile;
-    using KeysTile = typename Traits::KeysTile;
+    using KvTile = typename Traits::KvTile;
     using Scores = float[1][kScoreFragments][4];
     using Accumulator = float[1][kDimFragments][4];  // [rows, D]
     using AOperand = uint32_t[64 / 16][4];
@@ -77,7 +77,7 @@ private:
             key_pipeline_.consumer_wait();
             if (masks_keys_) mbarrier_wait(smem_address(&smem_.keys_zeroed[warpgroup_][stage]), key_pipeline_.phase());
             const auto& keys = smem_.keys[warpgroup_][stage];
-            const SmemDescriptor<KeysTile> key(keys.key), value(keys.value);
+            const SmemDescriptor<KvTile> key(keys.key), value(keys.value);
             Scores scores, dprobs;
             gemm_ss<true, Major::kK, Major::kK>(scores, query, key);   // S = Q K^T
             gemm_ss<true, Major::kK, Major::kK>(dprobs, dout, value);  // dP = dO V^T

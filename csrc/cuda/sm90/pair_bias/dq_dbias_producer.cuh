@@ -21,7 +21,7 @@ struct PairBiasDqDbiasKernelTraits {
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     using RowsTile = SmemTile<T, kPairBiasRows, kPairBiasHeadDim>;
-    using KeysTile = SmemTile<T, 64, kPairBiasHeadDim>;
+    using KvTile = SmemTile<T, 64, kPairBiasHeadDim>;
 };
 
 template <typename Traits>
@@ -35,7 +35,7 @@ struct PairBiasDqDbiasSharedStorage {
         PairBiasSmemRowStats stats;
     };
     struct Keys {
-        typename Traits::KeysTile key, value;
+        typename Traits::KvTile key, value;
     };
 
     alignas(kSmemTileAlign) Rows rows[Traits::kRowStages];

@@ -52,7 +52,7 @@ private:
     static constexpr int kBiasBlocks = kKeys / 64, kBiasBlockFragments = 64 / 8;  // of an n_block; of a bias block
     static constexpr float kLowestBias = Traits::kLowestBias;
     using QueryTile = typename Traits::QueryTile;
-    using KeyTile = typename Traits::KeyTile;
+    using KvTile = typename Traits::KvTile;
     using Scores = float[1][kScoreFragments][4];
     using Probs = uint32_t[kKeys / 16][4];
 
@@ -145,10 +145,10 @@ private:
     }
 
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
-        gemm_rs<true, Major::kK>(scores, query_, SmemDescriptor<KeyTile>(smem_.key[key_pipeline_.stage()]));
+        gemm_rs<true, Major::kK>(scores, query_, SmemDescriptor<KvTile>(smem_.key[key_pipeline_.stage()]));
     }
     __device__ __forceinline__ void gemm_pv(const Probs& probs) {
-        gemm_rs<false, Major::kMN>(out_, probs, SmemDescriptor<KeyTile>(smem_.value[value_pipeline_.stage()]));
+        gemm_rs<false, Major::kMN>(out_, probs, SmemDescriptor<KvTile>(smem_.value[value_pipeline_.stage()]));
     }
 
     // S to P, by the fixed maximum while P stays in range; from the first n_block where it does not, by the running
@@ -220,7 +220,7 @@ private:
 #pragma unroll
             for (int d = 0; d < kPairBiasHeadDim; d += 16) {
                 uint32_t b[4];
-                KeyTile::load_b(b, lane, n * 8, d);
+                KvTile::load_b(b, lane, n * 8, d);
                 mma_m16n8k16<T>(scores[0][n], query_[d / 16], b[0], b[1]);
                 mma_m16n8k16<T>(scores[0][n + 1], query_[d / 16], b[2], b[3]);
             }

@@ -29,7 +29,7 @@ struct PairBiasFwdKernelTraits {
     static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 ? 56 : 32,
                          kConsumerRegisters = kConsumerWarpgroups == 2 ? 224 : 160;
     using QueryTile = SmemTile<T, kRows, kPairBiasHeadDim>;
-    using KeyTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
+    using KvTile = SmemTile<T, kKeys, kPairBiasHeadDim>;
 };
 
 template <typename Traits>
@@ -40,8 +40,8 @@ struct PairBiasFwdSharedStorage {
     };
 
     alignas(kSmemTileAlign) typename Traits::QueryTile query;
-    alignas(kSmemTileAlign) typename Traits::KeyTile key[Traits::kStages];
-    alignas(kSmemTileAlign) typename Traits::KeyTile value[Traits::kStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile key[Traits::kStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile value[Traits::kStages];
     KeyMetadata metadata[Traits::kStages];  // of n_blocks that are not full
     PairBiasActiveBlocks blocks;            // of the current batch element
     PipelineBarriers<1> query_pipeline;
@@ -112,7 +112,7 @@ private:
         for (uint32_t left = blocks.active; left != 0; left &= left - 1, key_pipeline_.advance()) {
             const int key = (__ffs(left) - 1) * Traits::kKeys;
             key_pipeline_.producer_acquire();
-            mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KeyTile));
+            mbarrier_arrive_and_expect_tx(key_pipeline_.full(), 2 * sizeof(typename Traits::KvTile));
             tma_load_rows(smem_.key[key_pipeline_.stage()], maps_.key, key_pipeline_.full(), p_, s, key, head);
             tma_load_rows(smem_.value[key_pipeline_.stage()], maps_.value, key_pipeline_.full(), p_, s, key, head);
         }

@@ -76,8 +76,8 @@ struct GroupedSparseBwdSharedStorage {
         bool has_empty_rows[kRows / 32];  // for 32 rows each: some have an lse of inf
     };
 
-    alignas(kSmemTileAlign) typename Traits::KeysTile key;
-    alignas(kSmemTileAlign) typename Traits::KeysTile value;
+    alignas(kSmemTileAlign) typename Traits::KvTile key;
+    alignas(kSmemTileAlign) typename Traits::KvTile value;
     alignas(kSmemTileAlign) typename Traits::RowsTile query[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::RowsTile dout[Traits::kStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile scores[2];  // two stages of dS; with shared keys dS and P

@@ -41,7 +41,7 @@ private:
     static constexpr int kThreads = Traits::kConsumerWarpgroups * kWarpgroupThreads;
     static constexpr int kHalf = kRows / 2;
     using RowsTile = typename Traits::RowsTile;
-    using KeysTile = typename Traits::KeysTile;
+    using KvTile = typename Traits::KvTile;
     using ScoresTile = typename Traits::ScoresTile;
     using ScoresFragment = float[1][kHalf / 8][4];  // keys x half of the rows
     using ScoresOperand = uint32_t[kHalf / 16][4];
@@ -102,8 +102,8 @@ private:
         keys_.tma_reduce_add_dkv(dk, accum.dkey, accum.row_stride, stages, dkv_stage_);
     }
 
-    __device__ const KeysTile& key() const { return smem_.key[key_pipeline_.stage()]; }
-    __device__ const KeysTile& value() const { return smem_.value[value_pipeline_.stage()]; }
+    __device__ const KvTile& key() const { return smem_.key[key_pipeline_.stage()]; }
+    __device__ const KvTile& value() const { return smem_.value[value_pipeline_.stage()]; }
 
     // Rows that see no key may hold NaN, and 0 * NaN would enter a sum.
     __device__ __forceinline__ void zero_empty_rows() const {
@@ -116,9 +116,9 @@ private:
 
     // The GEMMs clear accumulators that they overwrite: else the registers would stay live from the previous n_block
     // on. S = K Q^T or dP = V dO^T of half of the rows: both operands are K-major.
-    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KeysTile& keys, const RowsTile& rows,
+    __device__ __forceinline__ void gemm_scores(ScoresFragment& scores, const KvTile& keys, const RowsTile& rows,
                                                 int half) const {
-        const SmemDescriptor<KeysTile> a(keys, warpgroup_ * 64);
+        const SmemDescriptor<KvTile> a(keys, warpgroup_ * 64);
         const SmemDescriptor<RowsTile> b(rows, half * kHalf);
         clear(scores);
         gemm_ss<true, Major::kK, Major::kK>(scores, a, b);
@@ -139,7 +139,7 @@ private:
     // dQ += dS^T K: dS is K-major, K is MN-major.
     __device__ __forceinline__ void gemm_dq() {
         const SmemDescriptor<ScoresTile> a(smem_.dscores, warpgroup_ * 64);
-        const SmemDescriptor<KeysTile> b(key());
+        const SmemDescriptor<KvTile> b(key());
         gemm_ss<false, Major::kK, Major::kMN>(dq_, a, b);
     }
 

@@ -42,8 +42,8 @@ struct PerHeadSparseBwdSharedStorage {
 
     alignas(kSmemTileAlign) typename Traits::RowsTile query;
     alignas(kSmemTileAlign) typename Traits::RowsTile dout;
-    alignas(kSmemTileAlign) typename Traits::KeysTile key[Traits::kKeyStages];
-    alignas(kSmemTileAlign) typename Traits::KeysTile value[Traits::kValueStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile key[Traits::kKeyStages];
+    alignas(kSmemTileAlign) typename Traits::KvTile value[Traits::kValueStages];
     alignas(kSmemTileAlign) typename Traits::ScoresTile dscores;
     typename Traits::DkvStages dkv[Traits::kConsumerWarpgroups * 4];  // per warp
     GatheredKeyMetadata<kKeys> keys[Traits::kKeyStages];

@@ -14,6 +14,8 @@ BROADCASTS = list(itertools.product([2, 1], [4, 2, 1], ["Sq", 1], ["Sk", 1]))
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
 SLACK = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
+IS_PYTORCH_2_9 = torch.__version__.startswith("2.9.")
+
 reference = flash_dmattn_func_auto("reference")
 
 

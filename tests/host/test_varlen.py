@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import rand_mask
+from helpers import IS_PYTORCH_2_9, rand_mask
 from sequences import gradients, offsets
 
 from flash_dmattn import (
@@ -18,8 +18,10 @@ from flash_dmattn import (
     unpad_input,
 )
 
-# PyTorch 2.9 traces results whose sizes depend on values only with these options.
-SIZES_FROM_VALUES = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+# PyTorch 2.9 traces results whose sizes depend on values only with these options; later versions need none.
+SIZES_FROM_VALUES = torch._dynamo.config.patch(
+    {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True} if IS_PYTORCH_2_9 else {}
+)
 
 
 def test_packed_forms_are_the_same_function():

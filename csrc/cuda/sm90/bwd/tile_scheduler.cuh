@@ -64,6 +64,7 @@ struct BwdWorkTile {
         } else {
             const bool is_varlen = p.cu_seqlens_q != nullptr;
             const int of_call = range.first + pair, batches = static_cast<int>(p.batch);
+            // Both in locals first: otherwise the compiler emits one of the divisions twice.
             const int head = is_varlen ? of_call / batches : of_call % kv_heads;
             const int batch_group = is_varlen ? of_call % batches : of_call / kv_heads;
             batch = batch_group * batch_group_size + batch_rank;

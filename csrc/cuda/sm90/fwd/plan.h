@@ -22,7 +22,7 @@ struct FwdTileSchedulerParams {
     FastDivmod num_m_blocks;        // of one head; if packs_m_blocks, of all sequences
     FastDivmod swizzle;             // L2 swizzle: (head, batch) pairs of a section; divides their number
     FastDivmod inner;               // H / qheads_per_tile, or B if batch_first
-    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static, as with a dense bias or key lists
+    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias or lists
     int qheads_per_tile;            // gathered keys: one query head per MMA warpgroup, or 1; else 1
     bool packs_m_blocks;            // m_blocks of packed sequences are numbered as in common/packed_blocks.cuh
     bool batch_first;               // pairs are numbered batch by batch, so that L2 serves a shared dense bias

@@ -66,8 +66,7 @@ private:
                     begin_head(head = header_.head);
                 }
             } while (step(scores, dprobs, probs, dscores));
-            wgmma_wait_group<0>();
-            warpgroup_fence_operand(dk_);
+            wait_for_dk();
             if constexpr (kAddsDqLate) add_staged_dq();
             if (p_.deterministic) {
                 wait_for_dq_additions();
@@ -167,8 +166,7 @@ private:
         smem_.dout_pipeline.consumer_release(stage);
         release_bias(stage);
         add_dq(dq, dq_accum);
-        wgmma_wait_group<0>();  // dK
-        warpgroup_fence_operand(dk_);
+        wait_for_dk();
         smem_.query_pipeline.consumer_release(stage);
         return has_next;
     }
@@ -197,6 +195,10 @@ private:
         add_dq(dq, m_block_info().dq_accum);
         dk_in_flight_ = true;
     }
+    __device__ __forceinline__ void wait_for_dk() {
+        wgmma_wait_group<0>();
+        warpgroup_fence_operand(dk_);
+    }
     // Two GEMMs, S and dP, have been issued since.
     __device__ __forceinline__ void finish_previous_dk() {
         wgmma_wait_group<2>();
@@ -218,9 +220,11 @@ private:
 
     __device__ void end_head(int head) {
         if (has_key_dbias() && p_.dbias.heads == p_.heads) store_key_dbias(head);
-        if constexpr (kBias == BiasKind::kRelative)
-            if (p_.drelative_bias != nullptr)
-                RelativeBiasGradient(p_, smem_.sequence, head).add_ends(relative_bias_ends());
+        if constexpr (kBias == BiasKind::kRelative) {
+            if (p_.drelative_bias == nullptr) return;
+            if constexpr (Traits::kSharesKeys) wait_for_dk();  // add_ends is a call: no GEMM may be in flight
+            RelativeBiasGradient(p_, smem_.sequence, head).add_ends(relative_bias_ends());
+        }
     }
 
     __device__ auto& relative_bias_ends() const { return smem_.relative_bias_ends[threadIdx.x - kWarpgroupThreads]; }

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     if (work_tile.n_block * Traits::kKeys >= smem.sequence.keys) return;
     if (threadIdx.x < kWarpgroupThreads) {
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-        BwdProducer<Traits, kBias>(p, maps, smem, work_tile).run();
+        BwdProducer<Traits, kBias>(p, maps, scale, smem, work_tile).run();
     } else {
         warpgroup_reg_alloc<Traits::kConsumerRegisters>();
         BwdConsumer<Traits, kBias>(p, scale, smem, work_tile).run();

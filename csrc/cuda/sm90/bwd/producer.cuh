@@ -9,6 +9,7 @@
 #include "cuda/softmax/scores.cuh"
 #include "cuda/mask/block_mask_iterator.cuh"
 #include "dense_dbias.cuh"
+#include "scale.h"
 #include "shared_storage.cuh"
 #include "tile_scheduler.cuh"
 #include "workspace.cuh"
@@ -22,9 +23,9 @@ public:
     using T = typename Traits::T;
     using SharedStorage = BwdSharedStorage<Traits, kBias>;
 
-    __device__ BwdProducer(const BwdArgs& p, const BwdTensorMaps& maps, SharedStorage& smem,
+    __device__ BwdProducer(const BwdArgs& p, const BwdTensorMaps& maps, const BwdScale& scale, SharedStorage& smem,
                            const BwdWorkTile& work_tile)
-        : p_(p), maps_(maps), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline),
+        : p_(p), maps_(maps), scale_(scale), smem_(smem), work_tile_(work_tile), query_pipeline_(smem.query_pipeline),
           dout_pipeline_(smem.dout_pipeline), bias_pipeline_(smem.bias_pipeline) {
         if constexpr (is_relative(kBias)) relative_entries_ = SharedStorage::RelativeSegment::size(p.relative_bias);
     }
@@ -223,7 +224,7 @@ private:
     __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
                                                        int first_row) const {
         const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
-        const float scale = SharedStorage::kStartsFromBias ? 1 / static_cast<float>(p_.softmax_scale) : kLog2E;
+        const float scale = SharedStorage::kStartsFromBias ? 1 / scale_.scale : kLog2E;
         constexpr int kStep = -SharedStorage::RelativeSegment::kKeyStep;
         const int first =
             bias.row_part(first_row) + bias.key_part(first_key() + kKeys - 1) + kStep * static_cast<int>(threadIdx.x);
@@ -295,6 +296,7 @@ private:
 
     const BwdArgs& p_;
     const BwdTensorMaps& maps_;
+    const BwdScale& scale_;
     SharedStorage& smem_;
     const BwdWorkTile& work_tile_;
     Pipeline<Traits::kStages> query_pipeline_, dout_pipeline_, bias_pipeline_;

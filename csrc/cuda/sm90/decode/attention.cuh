@@ -158,7 +158,7 @@ private:
         found_ = {};
 #pragma unroll 1
         for (int step = 0; at - 2 * groups * kKeys < end_; ++step, at += groups * kKeys) {
-            const bool copies = step >= 1, attends = step >= 2;
+            const bool copies = step >= 1 && at - groups * kKeys < end_, attends = step >= 2;
             float scores[4];
             if (attends) {
                 cp_async_wait<1>();
@@ -167,6 +167,7 @@ private:
                 sync_group<kSingleRow>();
             }
             if (copies) copy<kSingleRow>(key_tile(), found_.key_row);
+            cp_async_commit();
             if (attends) {
                 finish_scores<kSingleRow>(scores, key, bias);
                 out.exponentiate(scores);
@@ -176,6 +177,7 @@ private:
                 sync_group<kSingleRow>();
             }
             if (copies) copy<kSingleRow>(value_tile(), found_.value_row);
+            cp_async_commit();
             key = found_.key;
             if (key >= 0) bias = load_bias(found_.bias);
             find(at);
@@ -226,7 +228,6 @@ private:
         // A sequence and KV head reads each row once. With evict_first selected rows do not replace the lines of
         // earlier kernels, which are often dirty and must be written first. Without a selection it is slower.
         list_ != nullptr ? copy_rows<kSingleRow, true>(to, found) : copy_rows<kSingleRow, false>(to, found);
-        cp_async_commit();
     }
 
     template <bool kSingleRow, bool kEvictFirst>

@@ -3,8 +3,8 @@
 // the bound reads all of them. The bound may be wrong: then all keys are counted (selector.cuh).
 #pragma once
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/math.cuh"
-#include "cuda/arch/tma.cuh"
 #include "cuda/kvcache/cache.cuh"
 #include "cuda/mask/bits.cuh"
 #include "digit_exchange.cuh"
@@ -41,21 +41,14 @@ public:
     // Whether candidates are used: the lists have room for the expected number.
     __device__ bool is_enabled() const { return bound_rank_ > 0; }
 
-    // Initializes mbarriers. Call before load().
-    __device__ static void init(DecodeSharedStorage& smem) {
-        if (lane_id() != 0) return;
-#pragma unroll
-        for (auto& ready : smem.biases_ready) mbarrier_init(smem_address(&ready[warp_id()]), 1);
-    }
-
-    // Starts to load the sample, and the biases of this warp's segment.
+    // Starts to load the sample, and the first biases of this warp's segment: a group of cp.async. The next one is Q's.
     __device__ void load() {
         // Runs of four neighbouring keys: fewer sectors are read than with single keys.
         constexpr int kRun = 4, kRuns = kThreads / kRun;
         sample_ = __ldcg(bias_of(threadIdx.x / kRun * (cache_.cached_keys() / kRuns) + threadIdx.x % kRun));
         const int before = warp_id() * share_.segment, grouped = share_.cached / kGroup * kGroup - before;
         vector_keys_ = max(min(grouped, share_.segment), 0);
-        load_biases(0, min(vector_keys_, kStep));
+        copy_biases(0, min(vector_keys_, kStep));
         // The keys after the last group: the last ones of the cache, and a new one.
         if (grouped >= 0 && grouped < share_.segment) {
             last_keys_ = min(share_.keys - before - grouped, kGroup);
@@ -102,25 +95,31 @@ private:
     // Waits until the biases of all warps are in shared memory, where the selection among all keys reads them. Returns
     // false.
     __device__ bool fall_back() const {
-        for (int begin = 0; begin < min(vector_keys_, 2 * kStep); begin += kStep) mbarrier_wait(ready(begin), 0);
+        cp_async_wait<0>();
         __syncthreads();
         return false;
     }
 
-    __device__ uint32_t ready(int begin) const { return smem_address(&smem_.biases_ready[begin > 0][warp_id()]); }
-    // Starts bulk copies of the biases [begin, end) of the warp's segment, one for each page.
-    __device__ void load_biases(int begin, int end) const {
-        if (begin >= end) return;
-        if (lane_id() == 0) mbarrier_arrive_and_expect_tx(ready(begin), (end - begin) * 2);
-        __syncwarp();
+    // Starts to copy the biases [begin, end) of the warp's segment to shared memory: a group of cp.async.
+    __device__ void copy_biases(int begin, int end) const {
+        p_.block_table == nullptr ? copy_biases_of<false>(begin, end) : copy_biases_of<true>(begin, end);
+        cp_async_commit();
+    }
+    template <bool kPaged>
+    __device__ __forceinline__ void copy_biases_of(int begin, int end) const {
         const int segment = share_.begin + warp_id() * share_.segment;
-        const int page_keys = static_cast<int>(p_.keys_per_page.value);
-        const int last_page = static_cast<int>(p_.keys_per_page.quotient(segment + end - 1));
-        for (int page = static_cast<int>(p_.keys_per_page.quotient(segment + begin)) + lane_id(); page <= last_page;
-             page += 32) {
-            const int from = max(page * page_keys - segment, begin),
-                      to = min(page * page_keys + page_keys - segment, end);
-            tma_load(smem_address(biases_ + from), bias_of(segment + from), (to - from) * 2, ready(begin));
+        const uint16_t* const contiguous = kPaged ? nullptr : bias_of(segment);
+#pragma unroll 1
+        for (int first = begin + lane_id() * kGroup; first < end; first += kUnroll * 32 * kGroup) {
+            const uint16_t* from[kUnroll];
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i) {  // the pages of all are loaded at once
+                const int at = min(first + i * 32 * kGroup, end - kGroup);
+                from[i] = kPaged ? bias_of(segment + at) : contiguous + at;
+            }
+#pragma unroll
+            for (int i = 0; i < kUnroll; ++i)
+                if (const int at = first + i * 32 * kGroup; at < end) cp_async_16(smem_address(biases_ + at), from[i]);
         }
     }
     __device__ const uint16_t* bias_of(int cached_key) const {
@@ -134,7 +133,7 @@ private:
         constexpr int kBits = 4, kLowBits = 4, kTests = (1 << kBits) / kWarps, kWords = kThreads / 64;
         static_assert(kTests == 1 || kTests == 2);
         smem_.samples[threadIdx.x] = order_of<kType>(sample_);
-        load_biases(kStep, vector_keys_);  // not before: the sample would wait for them
+        copy_biases(kStep, vector_keys_);  // not before: the sample would wait for them
         __syncthreads();
         uint32_t words[kWords];
 #pragma unroll
@@ -186,7 +185,9 @@ private:
         count_ = 0;
 #pragma unroll 1
         for (int begin = 0; begin < vector_keys_; begin += kStep) {
-            if (begin <= kStep) mbarrier_wait(ready(begin), 0);
+            if (begin == 0) cp_async_wait<2>();  // Q and the biases after this step may be in flight
+            if (begin == kStep) cp_async_wait<0>();
+            __syncwarp();
             // In two halves, whose numbers of candidates are in the halves of a word.
             const int first = begin + lane_id() * kLaneKeys, second = first + kStep / 2;
             uint32_t found[2] = {compare(first, least, nans)};

@@ -47,11 +47,15 @@ __device__ void combine(const DecodeArgs& p, const KvCache& cache,
         if (split != 0 || i >= end) continue;
         const int head = attention.head_of(packed);
         const int64_t row = int64_t{cache.first_row} + attention.row_of(packed);
-        const float lse = sum == 0 ? -kInfinity : largest + logf(sum);
-        float inverse = sum == 0 ? 0.f : 1.f / sum;
-        if (p.sinks != nullptr && sum != 0) inverse /= 1.f + expf(p.sinks[head * p.sinks_stride] - lse);
-        if (col == 0 && p.lse.data != nullptr)
-            static_cast<float*>(p.lse.data)[cache.batch * p.lse.batch_stride + head * p.lse.head_stride + row] = lse;
+        float inverse = sum == 0 ? 0.f : __fdividef(1.f, sum);
+        const bool stores_lse = col == 0 && p.lse.data != nullptr;
+        if (stores_lse || p.sinks != nullptr) {
+            const float lse = sum == 0 ? -kInfinity : largest + logf(sum);
+            if (p.sinks != nullptr && sum != 0) inverse /= 1.f + expf(p.sinks[head * p.sinks_stride] - lse);
+            if (stores_lse)
+                static_cast<float*>(p.lse.data)[cache.batch * p.lse.batch_stride + head * p.lse.head_stride + row] =
+                    lse;
+        }
         if (col >= p.head_dim) continue;
         T* out = static_cast<T*>(p.out.data) + cache.batch * p.out.batch_stride + row * p.out.row_stride +
                  head * p.out.head_stride + col;

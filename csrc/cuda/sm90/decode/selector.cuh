@@ -45,7 +45,6 @@ public:
     // Initializes mbarriers. Call before start(), and before any load.
     __device__ static void init(DecodeSharedStorage& smem, uint32_t* histograms) {
         DigitExchange<kWarps>::init(smem, histograms);
-        if constexpr (kPlain) DecodeCandidates<kHalf, kWarps>::init(smem);
         if (threadIdx.x == 0) mbarrier_init(smem_address(&smem.counts_ready), 1);
         __syncthreads();
     }
@@ -129,7 +128,7 @@ private:
         const int done = reads_vectors() ? cached / kGroup * kGroup : cached;
         const bool is_paged = p_.block_table != nullptr;
         bool is_loaded = false;
-        if constexpr (kPlain) is_loaded = candidates_.is_enabled();  // TMA has copied the biases to orders_
+        if constexpr (kPlain) is_loaded = candidates_.is_enabled();  // the biases are in orders_
         if (is_loaded) {
             convert_orders(done, histogram);
         } else if (reads_vectors()) {

@@ -14,8 +14,7 @@ constexpr int kDecodeSegments = kDecodeMaxCluster * kDecodeMaxWarps;
 struct alignas(128) DecodeSharedStorage {
     alignas(16) uint32_t histogram[kBins];   // of the current digit, summed over the CTAs
     alignas(8) uint64_t histogram_ready[2];  // of even and of odd rounds: the CTAs' histograms have arrived
-    alignas(8) uint64_t biases_ready[2][kDecodeMaxWarps];  // of each warp: those of its first step, the others
-    alignas(8) uint64_t counts_ready;                      // segment_counts has arrived
+    alignas(8) uint64_t counts_ready;        // segment_counts has arrived
     alignas(16) uint16_t samples[kDecodeMaxWarps * 32];    // orders, one for each thread
     int sample_counts[2][16];                              // [buffer][value]: samples that reach it
     int equal_counts[kDecodeMaxWarps];                     // of each warp: keys equal to the threshold

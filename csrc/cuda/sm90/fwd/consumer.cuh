@@ -155,8 +155,8 @@ private:
 
     // Reads what the softmax needs of the n_block while the GEMMs run, so that it does not wait for shared memory.
     __device__ __forceinline__ void load_metadata() {
-        is_full_ = metadata().full;
-        if constexpr (kBias == BiasKind::kKey) {
+        if constexpr (!Traits::kGathers) is_full_ = metadata().full;
+        if constexpr (!Traits::kGathers && kBias == BiasKind::kKey) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
         }
@@ -238,8 +238,10 @@ private:
     __device__ __forceinline__ void softmax(Scores& scores, Probs& probs, const FinishOut& finish_out) {
         apply_mask_and_bias(scores);
         const int n_block = Traits::kGathers ? 0 : metadata().n_block;
+        if constexpr (!Traits::kGathers) {
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) visible_keys_[w] = metadata().visible_keys[w];
+            for (int w = 0; w < kWords; ++w) visible_keys_[w] = metadata().visible_keys[w];
+        }
         release_keys();
         // A row maximum below this may come from scores that the dense bias masks.
         constexpr float kExtreme = kBias == BiasKind::kDense ? kLowest<T> / 2 : -kInfinity;
@@ -389,7 +391,7 @@ private:
     int n_blocks_left_;              // gathered keys: from this n_block on
     bool is_last_;                   // else: whether this n_block is the work tile's last
     int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
-    uint32_t visible_keys_[kWords];  // of the n_block whose P V is next
+    uint32_t visible_keys_[kWords];  // of the n_block whose P V is next; not for gathered keys
     bool has_unscaled_scores_;  // FwdSoftmaxParams::unscaled_scores, up to a key bias that is added to scaled scores
     bool is_full_;              // no score of the n_block is masked; not for gathered keys
     uint32_t masked_words_;     // gathered keys: words of 32 keys, one of which is masked for a row of this warp

@@ -13,7 +13,6 @@
 #include "cuda/common/device.h"
 #include "cuda/common/exact_sum.cuh"
 #include "cuda/postprocess/convert.h"
-#include "cuda/preprocess/clear.h"
 #include "cuda/preprocess/delta.h"
 #include "cuda/preprocess/visible_distances.h"
 #include "cuda/sm90/decode/plan.h"
@@ -137,10 +136,9 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     args.drelative_bias_exact = plan.drelative_bias_exact.in<ExactSum>(workspace);
     args.visible_distances = plan.visible_distances.in<DistanceRange>(workspace);
     find_visible_distances(args, args.visible_distances, stream);
-    clear(args, workspace, plan.zeroed_bytes, stream);
     if (args.drelative_bias_exact != nullptr)
         FLASH_CUDA_CHECK(cudaMemsetAsync(args.drelative_bias_exact, 0, plan.drelative_bias_exact.bytes, stream));
-    if (plan.preprocess_delta) compute_delta(args, stream);
+    if (plan.preprocess_delta) compute_delta(args, workspace, plan.zeroed_bytes, stream);
     plan.launch(args, stream);
     convert_sums(args, stream);
 }

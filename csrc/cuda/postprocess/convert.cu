@@ -19,22 +19,41 @@ __device__ __forceinline__ uint4 round_chunk(const float* from, float scale) {
             pack<T>(b.z * scale, b.w * scale)};
 }
 
-// blockIdx.y: 0 for dkey, 1 for dvalue.
-template <typename T>
+// kLanes lanes, a power of 2, convert a row of up to kChunk * kLanes elements. blockIdx.y: 0 for dkey, 1 for dvalue.
+template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, row_chunks = p.head_dim / kChunk;
-    const int64_t row = i / row_chunks / p.kv_heads, head = i / row_chunks % p.kv_heads;
-    if (row >= p.dkv_rows) return;
+    // Rows times KV heads fit 32 bits, in which divisions are much faster: more would take half a terabyte.
+    const auto kv_heads = static_cast<uint32_t>(p.kv_heads);
+    const uint32_t i = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes, row = i / kv_heads,
+                   head = i - row * kv_heads;
+    const uint32_t col = threadIdx.x % kLanes * kChunk;
+    if (row >= p.dkv_rows || col >= p.head_dim) return;
     const bool is_value = blockIdx.y == 1;
     const RowsView& view = is_value ? p.dvalue : p.dkey;
-    const int64_t rows = p.cu_seqlens_q == nullptr ? p.seqlen_k : p.dkv_rows;  // of one batch element
-    T* to = static_cast<T*>(view.data) + row / rows * view.batch_stride + row % rows * view.row_stride +
-            head * view.head_stride + i % row_chunks * kChunk;
+    // Packed sequences are one sequence of dkv_rows rows.
+    const uint32_t batch = p.cu_seqlens_q == nullptr ? row / static_cast<uint32_t>(p.seqlen_k) : 0,
+                   batch_row = row - batch * static_cast<uint32_t>(p.seqlen_k);
+    T* to = static_cast<T*>(view.data) + batch * view.batch_stride + batch_row * view.row_stride +
+            head * view.head_stride + col;
     const int64_t from_row = (is_value ? p.dkv_rows : 0) + row;
-    const float* from = p.dkv_accum + (from_row * p.kv_heads + head) * p.dkv_cols + i % row_chunks * kChunk;
+    const float* from = p.dkv_accum + (from_row * p.kv_heads + head) * p.dkv_cols + col;
     *reinterpret_cast<uint4*>(to) = round_chunk<T>(from, is_value ? 1.f : static_cast<float>(p.softmax_scale));
+}
+
+template <typename T, int kLanes>
+void launch_convert_dkv(const BwdArgs& p, cudaStream_t stream) {
+    const int64_t blocks = ceil_div<int64_t>(p.dkv_rows * p.kv_heads, kThreads / kLanes);
+    if (blocks > 0) launch(convert_dkv_kernel<T, kLanes>, {dim3(grid_of(blocks), 2), kThreads}, stream, p);
+}
+
+template <typename T>
+void convert_dkv(const BwdArgs& p, cudaStream_t stream) {
+    if (p.head_dim <= 32) return launch_convert_dkv<T, 4>(p, stream);
+    if (p.head_dim <= 64) return launch_convert_dkv<T, 8>(p, stream);
+    if (p.head_dim <= 128) return launch_convert_dkv<T, 16>(p, stream);
+    launch_convert_dkv<T, 32>(p, stream);
 }
 
 template <typename T>
@@ -60,8 +79,7 @@ __global__ void __launch_bounds__(kThreads) convert_exact_sums_kernel(const __gr
 template <typename T>
 void postprocess(const BwdArgs& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) { return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk)); };
-    const int64_t elements = p.dkv_rows * p.kv_heads * p.head_dim;
-    if (elements > 0) launch(convert_dkv_kernel<T>, {dim3(blocks(elements), 2), kThreads}, stream, p);
+    convert_dkv<T>(p, stream);
     if (p.dbias_accum_size > 0) launch(convert_dbias_kernel<T>, {blocks(p.dbias_accum_size), kThreads}, stream, p);
     if (p.drelative_bias_exact != nullptr) {
         const int64_t size = relative_bias_elements(p);

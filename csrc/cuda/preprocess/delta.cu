@@ -1,5 +1,6 @@
-// D_i = <do_i, o_i> - dlse_i.
 #include "delta.h"
+
+#include <algorithm>
 
 #include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/basics.cuh"
@@ -11,6 +12,7 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kSteps = 4;  // rows that a thread reads at once
 
 // Packed sequences are one sequence of total_q rows.
 __host__ __device__ int64_t rows_of_head(const BwdArgs& p) {
@@ -23,60 +25,80 @@ __device__ Sequence sequence_of_rows(const BwdArgs& p, int batch) {
     return s;
 }
 
+// Zeroes this CTA's share of `chunks`.
+__device__ void clear_share(uint4* memory, int64_t chunks) {
+    const int64_t share = ceil_div<int64_t>(chunks, gridDim.x), first = blockIdx.x * share,
+                  end = min(first + share, chunks);
+    for (int64_t chunk = first + threadIdx.x; chunk < end; chunk += kThreads) memory[chunk] = uint4{};
+}
+
 // kLanes lanes, a power of 2, reduce a row of up to 8 * kLanes elements: 16 bytes a lane.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ BwdArgs p) {
+__global__ void __launch_bounds__(kThreads)
+    delta_kernel(const __grid_constant__ BwdArgs p, int num_m_blocks, uint4* zeroed, int64_t zeroed_chunks) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
-    constexpr int kRows = kThreads / kLanes;
-    const int num_m_blocks = ceil_div(static_cast<int>(rows_of_head(p)), kRows), heads = static_cast<int>(p.heads);
-    const int head = blockIdx.x / num_m_blocks % heads;
-    const Sequence s = sequence_of_rows(p, blockIdx.x / num_m_blocks / heads);
-    const int row = blockIdx.x % num_m_blocks * kRows + threadIdx.x / kLanes, col = threadIdx.x % kLanes * 8;
-    const bool in_sequence = row < s.rows;
+    constexpr int kRows = kThreads / kLanes;  // of the CTA, in a step
+    const int head = blockIdx.x / num_m_blocks % static_cast<int>(p.heads);
+    const Sequence s = sequence_of_rows(p, blockIdx.x / num_m_blocks / static_cast<int>(p.heads));
+    const int first_row = blockIdx.x % num_m_blocks * kRows * kSteps + threadIdx.x / kLanes,
+              col = threadIdx.x % kLanes * 8;
 
-    float sum = 0;
-    if (in_sequence && col < p.head_dim) {
+    uint4 out[kSteps] = {}, dout[kSteps] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+        const int row = first_row + i * kRows;
+        if (row >= s.rows || col >= p.head_dim) continue;
         const auto load = [&](const RowsView& view) {
             const T* from = query_rows<const T>(view, s, head) + row * view.row_stride + col;
             return *reinterpret_cast<const uint4*>(from);
         };
-        const uint4 out = load(p.out), dout = load(p.dout);
-        const uint32_t o[4] = {out.x, out.y, out.z, out.w}, d[4] = {dout.x, dout.y, dout.z, dout.w};
+        out[i] = load(p.out), dout[i] = load(p.dout);
+    }
+    clear_share(zeroed, zeroed_chunks);  // while the loads are in flight
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = unpack<T>(o[i]), b = unpack<T>(d[i]);
+    for (int i = 0; i < kSteps; ++i) {
+        const uint32_t o[4] = {out[i].x, out[i].y, out[i].z, out[i].w},
+                       d[4] = {dout[i].x, dout[i].y, dout[i].z, dout[i].w};
+        float sum = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 a = unpack<T>(o[j]), b = unpack<T>(d[j]);
             sum += a.x * b.x + a.y * b.y;
         }
-    }
 #pragma unroll
-    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (!in_sequence || col != 0) return;
-    const auto* const dlse_data = static_cast<const float*>(p.dlse.data);
-    const float dlse = dlse_data != nullptr ? dlse_data[stat_offset(p.dlse, s, head) + row] : 0.f;
-    static_cast<float*>(p.delta.data)[stat_offset(p.delta, s, head) + row] = sum - dlse;
+        for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+        const int row = first_row + i * kRows;
+        if (row >= s.rows || col != 0) continue;
+        const auto* const dlse_data = static_cast<const float*>(p.dlse.data);
+        const float dlse = dlse_data != nullptr ? dlse_data[stat_offset(p.dlse, s, head) + row] : 0.f;
+        static_cast<float*>(p.delta.data)[stat_offset(p.delta, s, head) + row] = sum - dlse;
+    }
 }
 
 template <typename T, int kLanes>
-void launch_delta(const BwdArgs& p, cudaStream_t stream) {
+void launch_delta(const BwdArgs& p, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
     const int64_t batch = p.cu_seqlens_q == nullptr ? p.batch : 1;
-    const int64_t blocks = ceil_div<int64_t>(rows_of_head(p), kThreads / kLanes) * p.heads * batch;
-    if (blocks == 0) return;
-    launch(delta_kernel<T, kLanes>, {grid_of(blocks), kThreads}, stream, p);
+    // At least one, which has no rows but clears.
+    const int64_t num_m_blocks = std::max<int64_t>(ceil_div<int64_t>(rows_of_head(p), kThreads / kLanes * kSteps), 1);
+    launch(delta_kernel<T, kLanes>, {grid_of(num_m_blocks * p.heads * batch), kThreads}, stream, p,
+           static_cast<int>(num_m_blocks), static_cast<uint4*>(zeroed),
+           zeroed_bytes / static_cast<int64_t>(sizeof(uint4)));
 }
 
 template <typename T>
-void launch_delta(const BwdArgs& p, cudaStream_t stream) {
-    if (p.head_dim <= 32) return launch_delta<T, 4>(p, stream);
-    if (p.head_dim <= 64) return launch_delta<T, 8>(p, stream);
-    if (p.head_dim <= 128) return launch_delta<T, 16>(p, stream);
-    launch_delta<T, 32>(p, stream);
+void launch_delta(const BwdArgs& p, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
+    if (p.head_dim <= 32) return launch_delta<T, 4>(p, zeroed, zeroed_bytes, stream);
+    if (p.head_dim <= 64) return launch_delta<T, 8>(p, zeroed, zeroed_bytes, stream);
+    if (p.head_dim <= 128) return launch_delta<T, 16>(p, zeroed, zeroed_bytes, stream);
+    launch_delta<T, 32>(p, zeroed, zeroed_bytes, stream);
 }
 
 }  // namespace
 
-void compute_delta(const BwdArgs& args, cudaStream_t stream) {
-    args.dtype == DataType::kFloat16 ? launch_delta<half_t>(args, stream) : launch_delta<bfloat16_t>(args, stream);
+void compute_delta(const BwdArgs& args, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
+    const auto launch_of_dtype = args.dtype == DataType::kFloat16 ? launch_delta<half_t> : launch_delta<bfloat16_t>;
+    launch_of_dtype(args, zeroed, zeroed_bytes, stream);
 }
 
 }  // namespace flash_dmattn::cuda

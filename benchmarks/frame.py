@@ -210,6 +210,17 @@ def file_to_write(path: str) -> Path:
     return Path(path)
 
 
+def file_to_update(path: str) -> Path:
+    """An argument that names a file of rows, or a new one; another file is found before anything is measured."""
+    try:
+        read(file_to_write(path))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError):
+        raise argparse.ArgumentTypeError(f"{path} holds no rows of --json or --update") from None
+    return Path(path)
+
+
 def positive(number: str) -> int:
     if int(number) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
@@ -246,7 +257,12 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
 
 def suite_parser(suite: Suite) -> argparse.ArgumentParser:
     parser = argument_parser(suite.about, suite.name)
-    parser.add_argument("--update", type=Path, metavar="FILE", help="replace the rows of the same key in this file")
+    parser.add_argument(
+        "--update",
+        type=file_to_update,
+        metavar="FILE",
+        help="replace the rows of the same key in this file, or make it",
+    )
     parser.add_argument("--plot", type=file_to_write, metavar="FILE", help="draw the figures there, as PNG or SVG")
     parser.add_argument("--workload", default="", metavar="TEXT", help="only the workloads with this text in the name")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="may be repeated (default: bfloat16 on CUDA)")
@@ -316,13 +332,11 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
                 bar.update(task, description=f"{workload.name}, {dtype}")
                 setting = Setting(suite.name, options.device, dtype, options.samples, options.seed, own, names, options)
                 rows += stamped(measured(suite, workload, setting), where)
-                if options.json and reports:
-                    write(options.json, rows)  # after each workload, in case a later one ends the process
+                if reports:  # after each workload, in case a later one ends the process
+                    save(rows, options)
                 bar.advance(task)
 
     show(on, suite, rows)
-    if options.update and reports:
-        write(options.update, merged(read(options.update), rows))
     if options.plot and reports:
         from draw import draw, panels_of
 
@@ -332,6 +346,14 @@ def main(suite: Suite, arguments: list[str] | None = None) -> int:
         on.print(f"[bold red]{escape(failure)}[/]")
     refused = any(row.refusal for row in rows if row.implementation.startswith(suite.own))
     return 1 if missed or refused else 0
+
+
+def save(rows: list[Row], options: argparse.Namespace) -> None:
+    if options.json:
+        write(options.json, rows)
+    if options.update:
+        kept = read(options.update) if options.update.exists() else []
+        write(options.update, merged(kept, rows))
 
 
 def measured(suite: Suite, workload, setting: Setting) -> list[Row]:

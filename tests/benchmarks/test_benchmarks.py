@@ -346,6 +346,44 @@ def test_update_replaces_rows_of_the_same_key(tmp_path, monkeypatch):
         frame.main(suite, [*arguments, "--shrink=2"])
 
 
+def test_update_makes_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
+    path = tmp_path / "new.json"
+    small = problems.shrunk(dense.WORKLOADS["cpu"][1], 32)
+    suite = replace(dense.SUITES["dense"], workloads={"cpu": [small]})
+    arguments = ["--device=cpu", "--dtype=float32", "--direction=forward", "--samples=1", f"--update={path}"]
+    assert frame.main(suite, arguments) == 0
+    assert {row.workload for row in rows.read(path)} == {small.name}
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"environments": [], "rows": [{}]}', "[1]"])
+def test_update_keeps_a_file_that_holds_no_rows(tmp_path, capsys, content):
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(SystemExit):
+        frame.main(dense.SUITES["dense"], ["--device=cpu", f"--update={path}"])
+    assert f"{path} holds no rows of --json or --update" in capsys.readouterr().err
+    assert path.read_text() == content
+
+
+def test_figures_survive_the_end_of_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_DMATTN_COMMIT", "1234abc")
+    path = tmp_path / "kept.json"
+    measure, names = dense.SUITES["dense"].measure, []
+
+    def killed_in_the_second(workload, setting):
+        names.append(workload.name)
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        return measure(workload, setting)
+
+    workloads = [problems.shrunk(workload, 32) for workload in dense.WORKLOADS["cpu"][:2]]
+    suite = replace(dense.SUITES["dense"], workloads={"cpu": workloads}, measure=killed_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        frame.main(suite, ["--device=cpu", "--dtype=float32", "--samples=1", f"--update={path}"])
+    assert {row.workload for row in rows.read(path)} == {names[0]}
+
+
 def test_update_takes_no_figures_of_changed_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLASH_DMATTN_COMMIT", f"1234abc{report.CHANGES}")
     with pytest.raises(SystemExit):

@@ -13,7 +13,7 @@
 #include "cuda/common/device.h"
 #include "cuda/common/exact_sum.cuh"
 #include "cuda/postprocess/convert.h"
-#include "cuda/preprocess/delta.h"
+#include "cuda/preprocess/bwd_preprocess.h"
 #include "cuda/preprocess/visible_distances.h"
 #include "cuda/sm90/decode/plan.h"
 #include "cuda/softmax/relative_bias.cuh"
@@ -138,7 +138,7 @@ void run_bwd(const BwdParams& p, const BwdPlan& plan, void* workspace, cudaStrea
     find_visible_distances(args, args.visible_distances, stream);
     if (args.drelative_bias_exact != nullptr)
         FLASH_CUDA_CHECK(cudaMemsetAsync(args.drelative_bias_exact, 0, plan.drelative_bias_exact.bytes, stream));
-    if (plan.preprocess_delta) compute_delta(args, workspace, plan.zeroed_bytes, stream);
+    if (plan.has_preprocess) preprocess_bwd(args, workspace, plan.zeroed_bytes, stream);
     plan.launch(args, stream);
     convert_sums(args, stream);
 }

@@ -117,10 +117,10 @@ struct DquerySlotState {
 
 struct BwdPlan : BwdTiling, WorkspaceLayout {
     BwdLauncher launch;               // empty where the batch or the heads are 0
-    bool preprocess_delta = true;     // false: the main kernel computes D_i
+    bool has_preprocess = true;       // false: the main kernel computes D_i, and zeroed_bytes is 0
     bool adds_drelative_bias = true;  // false: the main kernel writes the gradient of a dense float32 bias
     int64_t delta_rows = 0;           // rows of one head; with variable length, of all sequences
-    int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that are zeroed before the launch
+    int64_t zeroed_bytes = 0;         // bytes at the start of the workspace that the preprocess zeroes
     // BwdArgs:
     WorkspaceBuffer dquery_accum, dquery_semaphores, dquery_slot_states, tile_count_semaphore, progress_counters;
     WorkspaceBuffer dbias_partials, dbias_accum, dkv_accum;

@@ -128,7 +128,7 @@ def counting_sequences(lengths, distribution, dtype):
 @pytest.mark.parametrize("page_size", [None, 24])
 def test_every_selected_key(distribution, dtype, page_size):
     sequences = counting_sequences([511, 2000, 9001, 40007, 130000], distribution, dtype)
-    call = make_call(sequences, page_size=page_size)
+    call = make_call(sequences, page_size=page_size, room=131072)  # biases of a head are aligned
     call.put_heads_first()
     for s, (out, _) in zip(sequences, check(sequences, call=call, options={"window_size": WINDOW})):
         assert_same_counts(out, s, WINDOW)
@@ -136,14 +136,15 @@ def test_every_selected_key(distribution, dtype, page_size):
 
 @each_distribution
 @each_dtype
-def test_long_segments(distribution, dtype):
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_long_segments(distribution, dtype, page_size):
     """With so many sequences a warp has 4,096 keys, more than it waits for at first."""
     (sequence,) = counting_sequences([65000], distribution, dtype)
-    call = make_call([sequence], page_size=16, appends=False)
+    call = make_call([sequence], page_size=page_size, appends=False, room=65536)  # biases of a head are aligned
     call.put_heads_first()
     copies = torch.cuda.get_device_properties(0).multi_processor_count // 2
     call.query = call.query.expand(copies, -1, -1, -1).contiguous()
-    for name in ("cache_seqlens", "block_table"):
+    for name in {"cache_seqlens", "block_table", "cache_batch_idx"} & call.arguments.keys():
         call.arguments[name] = call.arguments[name].expand(copies, *call.arguments[name].shape[1:]).contiguous()
     out = call(window_size=WINDOW)
     assert_same_counts(out[0], sequence, WINDOW)

@@ -25,13 +25,6 @@ __device__ __forceinline__ void tma_load_4d(uint32_t to, const void* map, uint32
         : "memory");
 }
 
-// Bulk copy of `bytes` from global to shared memory; the mbarrier counts them. Addresses and bytes are multiples of 16.
-__device__ __forceinline__ void tma_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 // TMA store of a box; elements outside the tensor are not written. The caller commits, and waits before it reuses
 // `from`.
 __device__ __forceinline__ void tma_store_4d(const void* map, uint32_t from, int x, int y, int z, int w) {

@@ -34,6 +34,15 @@ __host__ __device__ inline int log2_of(int power) {
 __host__ __device__ inline int div_by_power(int a, int power) { return a >> log2_of(power); }
 __host__ __device__ inline int ceil_div_by_power(int a, int power) { return (a + power - 1) >> log2_of(power); }
 
+// Calls run(std::integral_constant<int, lanes>()): so many lanes, a power of 2, have 8 elements each of a row.
+template <typename Run>
+void with_lanes_per_row(int64_t head_dim, const Run& run) {
+    if (head_dim <= 32) return run(std::integral_constant<int, 4>());
+    if (head_dim <= 64) return run(std::integral_constant<int, 8>());
+    if (head_dim <= 128) return run(std::integral_constant<int, 16>());
+    run(std::integral_constant<int, 32>());
+}
+
 // Whether blocks of `fewer` rows (or keys) waste less than blocks of `more`, by over a tenth.
 constexpr bool fewer_fit_better(int64_t count, int64_t fewer, int64_t more) {
     return ceil_div(count, fewer) * fewer * 10 < ceil_div(count, more) * more * 9;

@@ -24,7 +24,7 @@ template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_constant__ BwdArgs p) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
-    // Rows times KV heads fit 32 bits, in which divisions are much faster: more would take half a terabyte.
+    // 32 bits: divisions are much faster. 2^32 rows times KV heads would take a terabyte of sums.
     const auto kv_heads = static_cast<uint32_t>(p.kv_heads);
     const uint32_t i = blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes, row = i / kv_heads,
                    head = i - row * kv_heads;
@@ -40,20 +40,6 @@ __global__ void __launch_bounds__(kThreads) convert_dkv_kernel(const __grid_cons
     const int64_t from_row = (is_value ? p.dkv_rows : 0) + row;
     const float* from = p.dkv_accum + (from_row * p.kv_heads + head) * p.dkv_cols + col;
     *reinterpret_cast<uint4*>(to) = round_chunk<T>(from, is_value ? 1.f : static_cast<float>(p.softmax_scale));
-}
-
-template <typename T, int kLanes>
-void launch_convert_dkv(const BwdArgs& p, cudaStream_t stream) {
-    const int64_t blocks = ceil_div<int64_t>(p.dkv_rows * p.kv_heads, kThreads / kLanes);
-    if (blocks > 0) launch(convert_dkv_kernel<T, kLanes>, {dim3(grid_of(blocks), 2), kThreads}, stream, p);
-}
-
-template <typename T>
-void convert_dkv(const BwdArgs& p, cudaStream_t stream) {
-    if (p.head_dim <= 32) return launch_convert_dkv<T, 4>(p, stream);
-    if (p.head_dim <= 64) return launch_convert_dkv<T, 8>(p, stream);
-    if (p.head_dim <= 128) return launch_convert_dkv<T, 16>(p, stream);
-    launch_convert_dkv<T, 32>(p, stream);
 }
 
 template <typename T>
@@ -79,7 +65,11 @@ __global__ void __launch_bounds__(kThreads) convert_exact_sums_kernel(const __gr
 template <typename T>
 void postprocess(const BwdArgs& p, cudaStream_t stream) {
     const auto blocks = [](int64_t elements) { return grid_of(ceil_div<int64_t>(elements, kThreads * kChunk)); };
-    convert_dkv<T>(p, stream);
+    with_lanes_per_row(p.head_dim, [&](auto lanes) {
+        const int64_t blocks_of_rows = ceil_div<int64_t>(p.dkv_rows * p.kv_heads, kThreads / lanes);
+        if (blocks_of_rows > 0)
+            launch(convert_dkv_kernel<T, lanes>, {dim3(grid_of(blocks_of_rows), 2), kThreads}, stream, p);
+    });
     if (p.dbias_accum_size > 0) launch(convert_dbias_kernel<T>, {blocks(p.dbias_accum_size), kThreads}, stream, p);
     if (p.drelative_bias_exact != nullptr) {
         const int64_t size = relative_bias_elements(p);

@@ -157,7 +157,7 @@ void plan_gather(const BwdParams& p, const KernelEntry& kernel, bool small_tiles
 // Each gradient has an owner: nothing is summed in the workspace.
 Kernels::Launcher plan_short(const BwdParams& p, BwdPlan& plan) {
     if (!has_short_kernel(p)) return nullptr;
-    plan.preprocess_delta = false;
+    plan.has_preprocess = false;
     return kShortKernels.find(p)->value;
 }
 

@@ -222,7 +222,7 @@ private:
         if (has_key_dbias() && p_.dbias.heads == p_.heads) store_key_dbias(head);
         if constexpr (kBias == BiasKind::kRelative) {
             if (p_.drelative_bias == nullptr) return;
-            if constexpr (Traits::kSharesKeys) wait_for_dk();  // add_ends is a call: no GEMM may be in flight
+            if constexpr (Traits::kSharesKeys) wait_for_dk();  // before a function that is not inlined
             RelativeBiasGradient(p_, smem_.sequence, head).add_ends(relative_bias_ends());
         }
     }

@@ -88,7 +88,7 @@ bool plan_pair_bias(const BwdParams& p, BwdPlan& plan) {
     const auto* const kernel = kPairBiasKernels.find(p);
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
-    plan.preprocess_delta = false;
+    plan.has_preprocess = false;
     plan.adds_drelative_bias = false;
     plan.dbias_tiles = pair_bias_dq_m_blocks(p);
     plan.dbias_splits = choose_splits(plan.dbias_tiles, p.bias.batch_group_size);

@@ -46,7 +46,7 @@ public:
     __device__ int row_of(int packed) const { return static_cast<int>(p_.heads_per_kv.quotient(packed)); }
     __device__ int head_of(int packed) const { return cache_.kv_head * qheads_ + packed - row_of(packed) * qheads_; }
 
-    // Starts the copy of Q. Rows beyond the last are zeros.
+    // Starts the copy of Q, one group of cp.async. Rows beyond the last are zeros.
     __device__ void load_query() const {
         const int cols = static_cast<int>(p_.head_dim);
         constexpr int kChunks = kHeadDim / Tile::kChunk;
@@ -149,16 +149,17 @@ private:
         uint32_t query[kHeadDim / 8];
         load_query_fragments(query);
         // Software pipeline, its prologue in the same loop to keep the code small: step n finds the rows of chunk n,
-        // copies those of chunk n - 1 and attends to chunk n - 2. The bias of chunk n - 1 is loaded last, since a copy
+        // copies those of chunk n - 1 and attends to chunk n - 2. It commits two groups of cp.async, K and V, also
+        // where it copies nothing, since the waits count groups. The bias of chunk n - 1 is loaded last, since a copy
         // of it to another register would wait for it.
-        const int groups = div_by_power(splits().warps, row_tiles_);
+        const int groups = div_by_power(splits().warps, row_tiles_), stride = groups * kKeys;
         int at = begin_ + (group_ & (groups - 1)) * kKeys;  // of the chunk to be found
         int key = -1;                                       // of the chunk to attend to
         KeyBiasBits bias{};                                 // of this key
         found_ = {};
 #pragma unroll 1
-        for (int step = 0; at - 2 * groups * kKeys < end_; ++step, at += groups * kKeys) {
-            const bool copies = step >= 1 && at - groups * kKeys < end_, attends = step >= 2;
+        for (int step = 0; at - 2 * stride < end_; ++step, at += stride) {
+            const bool copies = step >= 1 && at - stride < end_, attends = step >= 2;
             float scores[4];
             if (attends) {
                 cp_async_wait<1>();

@@ -18,7 +18,7 @@ class DecodeCandidates {
     static constexpr int kThreads = kWarps * 32;
     static constexpr int kLaneKeys = 32;  // neighbouring keys that a lane compares at a time, bits of a word
     static constexpr int kStep = 2 * 32 * kLaneKeys;  // keys that a warp compares in a step
-    static constexpr int kUnroll = 4;                 // candidates of a lane in flight
+    static constexpr int kUnroll = 4;                 // loads of a lane in flight: candidates, groups of biases
 
 public:
     // `biases`: shared memory for the biases of the CTA. `lists`: for candidate_capacity keys of each warp.
@@ -113,7 +113,7 @@ private:
         for (int first = begin + lane_id() * kGroup; first < end; first += kUnroll * 32 * kGroup) {
             const uint16_t* from[kUnroll];
 #pragma unroll
-            for (int i = 0; i < kUnroll; ++i) {  // the pages of all are loaded at once
+            for (int i = 0; i < kUnroll; ++i) {  // entries of the block table are loaded together
                 const int at = min(first + i * 32 * kGroup, end - kGroup);
                 from[i] = kPaged ? bias_of(segment + at) : contiguous + at;
             }
@@ -185,7 +185,7 @@ private:
         count_ = 0;
 #pragma unroll 1
         for (int begin = 0; begin < vector_keys_; begin += kStep) {
-            if (begin == 0) cp_async_wait<2>();  // Q and the biases after this step may be in flight
+            if (begin == 0) cp_async_wait<2>();  // of three groups: these biases, Q, the biases after this step
             if (begin == kStep) cp_async_wait<0>();
             __syncwarp();
             // In two halves, whose numbers of candidates are in the halves of a word.

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kWarps * 32, max_decode_ctas(kHeadDim, kWarps)
     Selector selector(p, cache, smem, reinterpret_cast<uint16_t*>(raw_smem + layout.orders),
                       reinterpret_cast<uint16_t*>(raw_smem + layout.candidates), histograms, rank);
     if (selects) selector.start();
-    attention.load_query();
+    attention.load_query();  // one group of cp.async, which DecodeCandidates::find_candidates counts
     const int* list = nullptr;
     int keys = cache.keys;
     if (selects) {

@@ -155,10 +155,12 @@ private:
 
     // Reads what the softmax needs of the n_block while the GEMMs run, so that it does not wait for shared memory.
     __device__ __forceinline__ void load_metadata() {
-        if constexpr (!Traits::kGathers) is_full_ = metadata().full;
-        if constexpr (!Traits::kGathers && kBias == BiasKind::kKey) {
+        if constexpr (!Traits::kGathers) {
+            is_full_ = metadata().full;
+            if constexpr (kBias == BiasKind::kKey) {
 #pragma unroll
-            for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
+                for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
+            }
         }
         if constexpr (kHoldsBias) {
             auto pipeline = bias_pipeline_;

@@ -68,10 +68,11 @@ struct FwdSharedStorage {
         static constexpr int kNoBlock = -1;  // n_block: the work tile has no active n_block
 
         int n_block;      // not for gathered keys
-        bool full;        // mask, causality and lengths mask no score
+        bool full;        // mask, causality and lengths mask no score; not for gathered keys
         bool is_last;     // the work tile's last n_block; not for gathered keys
         bool is_clamped;  // relative bias of one dimension: all scores read the segment's first entry
-        alignas(16) uint32_t visible_keys[kWords];  // keys that some row sees and that no key bias masks
+        // Keys that some row sees and that no key bias masks; not for gathered keys.
+        alignas(16) uint32_t visible_keys[kWords];
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.
         alignas(16) std::conditional_t<Traits::kGathers, uint32_t[kRows / 32][kKeys], uint32_t[kRows][kWords]> mask;

@@ -1,4 +1,4 @@
-#include "delta.h"
+#include "bwd_preprocess.h"
 
 #include <algorithm>
 
@@ -12,7 +12,8 @@ namespace flash_dmattn::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSteps = 4;  // rows that a thread reads at once
+constexpr int kSteps = 4;             // rows that a thread reads at once
+constexpr int kMaxZeroedChunks = 64;  // of 16 bytes, of a thread
 
 // Packed sequences are one sequence of total_q rows.
 __host__ __device__ int64_t rows_of_head(const BwdArgs& p) {
@@ -25,8 +26,8 @@ __device__ Sequence sequence_of_rows(const BwdArgs& p, int batch) {
     return s;
 }
 
-// Zeroes this CTA's share of `chunks`.
-__device__ void clear_share(uint4* memory, int64_t chunks) {
+// Zeroes this CTA's share of `chunks` chunks of 16 bytes.
+__device__ void zero_share(uint4* memory, int64_t chunks) {
     const int64_t share = ceil_div<int64_t>(chunks, gridDim.x), first = blockIdx.x * share,
                   end = min(first + share, chunks);
     for (int64_t chunk = first + threadIdx.x; chunk < end; chunk += kThreads) memory[chunk] = uint4{};
@@ -35,7 +36,7 @@ __device__ void clear_share(uint4* memory, int64_t chunks) {
 // kLanes lanes, a power of 2, reduce a row of up to 8 * kLanes elements: 16 bytes a lane.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads)
-    delta_kernel(const __grid_constant__ BwdArgs p, int num_m_blocks, uint4* zeroed, int64_t zeroed_chunks) {
+    bwd_preprocess_kernel(const __grid_constant__ BwdArgs p, int num_m_blocks, uint4* zeroed, int64_t zeroed_chunks) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
     constexpr int kRows = kThreads / kLanes;  // of the CTA, in a step
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
         };
         out[i] = load(p.out), dout[i] = load(p.dout);
     }
-    clear_share(zeroed, zeroed_chunks);  // while the loads are in flight
+    zero_share(zeroed, zeroed_chunks);  // while the loads are in flight
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
         const uint32_t o[4] = {out[i].x, out[i].y, out[i].z, out[i].w},
@@ -76,29 +77,25 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-template <typename T, int kLanes>
-void launch_delta(const BwdArgs& p, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
-    const int64_t batch = p.cu_seqlens_q == nullptr ? p.batch : 1;
-    // At least one, which has no rows but clears.
-    const int64_t num_m_blocks = std::max<int64_t>(ceil_div<int64_t>(rows_of_head(p), kThreads / kLanes * kSteps), 1);
-    launch(delta_kernel<T, kLanes>, {grid_of(num_m_blocks * p.heads * batch), kThreads}, stream, p,
-           static_cast<int>(num_m_blocks), static_cast<uint4*>(zeroed),
-           zeroed_bytes / static_cast<int64_t>(sizeof(uint4)));
-}
-
 template <typename T>
-void launch_delta(const BwdArgs& p, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
-    if (p.head_dim <= 32) return launch_delta<T, 4>(p, zeroed, zeroed_bytes, stream);
-    if (p.head_dim <= 64) return launch_delta<T, 8>(p, zeroed, zeroed_bytes, stream);
-    if (p.head_dim <= 128) return launch_delta<T, 16>(p, zeroed, zeroed_bytes, stream);
-    launch_delta<T, 32>(p, zeroed, zeroed_bytes, stream);
+void launch_preprocess(const BwdArgs& p, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
+    const int64_t heads = p.heads * (p.cu_seqlens_q == nullptr ? p.batch : 1),
+                  chunks = zeroed_bytes / static_cast<int64_t>(sizeof(uint4));
+    with_lanes_per_row(p.head_dim, [&](auto lanes) {
+        // CTAs beyond the rows only zero chunks: there may be few rows and many keys.
+        const int64_t num_m_blocks =
+            std::max({ceil_div<int64_t>(rows_of_head(p), kThreads / lanes * kSteps),
+                      ceil_div<int64_t>(chunks, heads * kThreads * kMaxZeroedChunks), int64_t{1}});
+        launch(bwd_preprocess_kernel<T, lanes>, {grid_of(num_m_blocks * heads), kThreads}, stream, p,
+               static_cast<int>(num_m_blocks), static_cast<uint4*>(zeroed), chunks);
+    });
 }
 
 }  // namespace
 
-void compute_delta(const BwdArgs& args, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
-    const auto launch_of_dtype = args.dtype == DataType::kFloat16 ? launch_delta<half_t> : launch_delta<bfloat16_t>;
-    launch_of_dtype(args, zeroed, zeroed_bytes, stream);
+void preprocess_bwd(const BwdArgs& args, void* zeroed, int64_t zeroed_bytes, cudaStream_t stream) {
+    args.dtype == DataType::kFloat16 ? launch_preprocess<half_t>(args, zeroed, zeroed_bytes, stream)
+                                     : launch_preprocess<bfloat16_t>(args, zeroed, zeroed_bytes, stream);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -23,11 +23,12 @@ from .padding import pad_input, unpad_input
 __version__ = "0.1.0"
 
 _AVAILABLE = {"CUDA_AVAILABLE": "cuda", "TRITON_AVAILABLE": "triton", "FLEX_AVAILABLE": "flex"}
-_MODULES = ("parallel", "visualize")  # imported on access
+_MODULES = ("integrations", "parallel", "visualize")  # imported on access
 # Names of upstream's flash-dmattn, deprecated, and their modules.
 _UPSTREAM = {"triton_dmattn_func": "flash_dmattn_triton", "flex_dmattn_func": "flash_dmattn_flex"}
 
 if TYPE_CHECKING:
+    from . import integrations as integrations
     from . import parallel as parallel
     from . import visualize as visualize
     from .flash_dmattn_flex import flex_dmattn_func as flex_dmattn_func
@@ -47,6 +48,9 @@ else:
         if name in _UPSTREAM:
             return getattr(importlib.import_module(f".{_UPSTREAM[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *_AVAILABLE, *_MODULES})
 
 
 __all__ = [

@@ -161,8 +161,8 @@ def require_number(name: str, value: object, or_tensor: bool = False) -> None:
         return
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
     if not is_number:
-        hint = as_tensor_hint(name, value) if or_tensor else ""
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
+        accepted, hint = ("a number or a torch.Tensor", as_tensor_hint(name, value)) if or_tensor else ("a number", "")
+        raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}{hint}")
 
 
 def require_bool(name: str, value: object) -> None:

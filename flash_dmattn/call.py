@@ -71,6 +71,12 @@ class Call:
             "deterministic": bool(self.deterministic),
         }
 
+    def sliding_window(self) -> str:
+        """How a user passes a sliding window, for errors."""
+        if self.varlen is None:
+            return "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
+        return "attn_mask=KeyIntervalMask.sliding_window_varlen(cu_seqlens_q, cu_seqlens_k, total_k, (left, right))"
+
     @property
     def batch(self) -> int:
         """The batch elements, or the sequences of variable length."""

@@ -55,12 +55,7 @@ def check_options(call: Call) -> None:
     refuse_mask_as_bias(call.attn_bias)
     refuse_bias_objects("attn_mask", call.attn_mask)
     refuse_bias_objects("attn_bias", call.attn_bias)
-    refuse_sliding_window(
-        call.window_size,
-        "attn_mask=KeyIntervalMask.sliding_window(seqlen_q, seqlen_k, (left, right))"
-        if call.varlen is None
-        else "attn_mask=KeyIntervalMask.sliding_window_varlen(cu_seqlens_q, cu_seqlens_k, total_k, (left, right))",
-    )
+    refuse_sliding_window(call.window_size, call.sliding_window())
     if call.window_size is not None:
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:

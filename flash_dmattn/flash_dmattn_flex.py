@@ -19,7 +19,11 @@ def flex_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = None,
     softmax_scale: float | Tensor | None = None,
+    *,
+    scale: float | Tensor | None = None,
 ) -> Tensor:
     """`flash_dmattn_func_auto("flex")`: is_causal comes before softmax_scale, and is True by default, as upstream."""
     is_causal = True if is_causal is None else is_causal
-    return flash_dmattn_func_auto("flex")(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal)
+    return flash_dmattn_func_auto("flex")(
+        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal), scale=scale
+    )

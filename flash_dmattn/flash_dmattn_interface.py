@@ -6,9 +6,22 @@ from torch import Tensor
 
 from . import interface
 from .deprecation import deprecated
-from .interface import flash_dmattn_func
+from .interface import (
+    flash_dmattn_func,
+    flash_dmattn_kvpacked_func,
+    flash_dmattn_qkvpacked_func,
+    flash_dmattn_varlen_kvpacked_func,
+    flash_dmattn_varlen_qkvpacked_func,
+)
 
-__all__ = ["flash_dmattn_func", "flash_dmattn_varlen_func"]
+__all__ = [
+    "flash_dmattn_func",
+    "flash_dmattn_kvpacked_func",
+    "flash_dmattn_qkvpacked_func",
+    "flash_dmattn_varlen_func",
+    "flash_dmattn_varlen_kvpacked_func",
+    "flash_dmattn_varlen_qkvpacked_func",
+]
 
 deprecated(__name__, "flash_dmattn")
 

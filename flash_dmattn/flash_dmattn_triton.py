@@ -19,6 +19,10 @@ def triton_dmattn_func(
     attn_bias: Tensor | None = None,
     is_causal: bool | None = False,
     softmax_scale: float | Tensor | None = None,
+    *,
+    scale: float | Tensor | None = None,
 ) -> Tensor:
     """`flash_dmattn_func_auto("triton")`: is_causal comes before softmax_scale."""
-    return flash_dmattn_func_auto("triton")(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal)
+    return flash_dmattn_func_auto("triton")(
+        *(query, key, value, attn_mask, attn_bias, softmax_scale, is_causal), scale=scale
+    )

@@ -113,7 +113,7 @@ def flash_dmattn_func(
         window_size: causal top-k selection (KeyIntervalMask.topk), not a sliding window: row i sees the `window_size`
             keys of largest bias among the keys that causality allows. If biases are equal, the later key is selected.
             Requires is_causal, a key bias ({B|1}, {H|Hkv|1}, 1, Sk), and no attn_mask.
-        sparse: "tiles" visits tiles of keys and skips fully masked ones; "lists" gathers the keys that a tile of rows
+        sparse: "tiles" visits blocks of keys and skips fully masked ones; "lists" gathers the keys that a block of rows
             sees, at a cost proportional to their number, and requires a mask or window_size; "auto" selects the faster
             one as far as that is known without a synchronization.
         cache_seqlens: int32 (B), or an int for all: the number of valid keys of each batch element, of the Sk in a

@@ -84,7 +84,8 @@ def flash_dmattn_with_kvcache(
         window_size: top-k selection: each row sees the `window_size` keys of largest bias among the keys up to its own,
             ties to the later key. Needs bias_cache and is_causal.
         softmax_scale: a number, by default 1 / sqrt(D); or a tensor () or (H), as in `flash_dmattn_func`.
-        is_causal: a row sees the keys up to its own, else all of the sequence.
+        is_causal: a row sees the keys up to its own, else all of the sequence. Unlike in `flash_dmattn_func` the
+            default is True, and None is not accepted.
         softcap: 0 for none, else the bound of the capped scores.
         relative_bias: ({B|1}, {H|Hkv|1}, 2R + 1), as in `flash_dmattn_func`; distances are those in the sequence.
         sinks: ({H|1}), as in `flash_dmattn_func`.
@@ -209,7 +210,7 @@ def check_options(
     softmax_scale: object, softcap: object, is_causal: object, return_lse: object, batch_invariant: object
 ) -> None:
     if softmax_scale is not None:
-        checks.check_finite("softmax_scale", softmax_scale)
+        checks.check_finite("softmax_scale", softmax_scale, or_tensor=True)
     checks.check_softcap(softcap)
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse), ("batch_invariant", batch_invariant)):
         require_bool(name, flag)

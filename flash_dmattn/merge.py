@@ -32,8 +32,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         RuntimeError: chunks on different devices.
     """
     for name, tensors in (("outs", outs), ("lses", lses)):
-        if not isinstance(tensors, Iterable):
-            raise TypeError(f"{name} must be a sequence of tensors, got {type(tensors).__name__}")
+        if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+            raise TypeError(f"{name} must be a sequence of tensors, one per chunk, got {type(tensors).__name__}")
     outs, lses = tuple(outs), tuple(lses)
     check_chunks(outs, lses)
     stacked = torch.stack(lses)
@@ -72,4 +72,5 @@ def check_chunks(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     for name, tensors, expected in (("outs", outs, shape), ("lses", lses, rows)):
         for i, tensor in enumerate(tensors):
             if tensor.shape != expected:
-                raise ValueError(f"{name}[{i}] must be of shape {expected}, got shape {shape_of(tensor)}")
+                hint = ": pass zip(*chunks) of (out, lse) pairs" if tensor.shape == rows else ""
+                raise ValueError(f"{name}[{i}] must be of shape {expected}, got shape {shape_of(tensor)}{hint}")

@@ -94,6 +94,18 @@ bool share_keys(const Tensor& a, const Tensor& b, bool has_pages) {
     return share_elements(b.storage_offset() - a.storage_offset(), std::move(strides_and_sizes));
 }
 
+// Whether the memory from the first to the last element of one tensor overlaps that of another.
+bool ranges_overlap(const Tensor& a, const Tensor& b) {
+    if (a.numel() == 0 || b.numel() == 0 || !a.is_alias_of(b)) return false;
+    const auto begin = [](const Tensor& x) { return x.storage_offset() * x.element_size(); };
+    const auto end = [&](const Tensor& x) {
+        int64_t last = 0;
+        for (int64_t dim = 0; dim < x.dim(); ++dim) last += (x.size(dim) - 1) * x.stride(dim);
+        return begin(x) + (last + 1) * x.element_size();
+    };
+    return begin(a) < end(b) && begin(b) < end(a);
+}
+
 // New tokens are written into caches that do not share memory. Their pages may alternate: transformers takes pages of K
 // and of V from one tensor.
 void check_writable(const KvCacheInputs& in) {
@@ -108,6 +120,11 @@ void check_writable(const KvCacheInputs& in) {
             TORCH_CHECK_VALUE(!share_keys(*caches[j].second, *cache, in.block_table.has_value()), caches[j].first,
                               " and ", name,
                               " must not share memory where new tokens are written, got views that overlap");
+        std::vector<Named> read{{"query", &in.query}, {"key", &*in.key}, {"value", &*in.value}};
+        if (in.bias) read.emplace_back("bias", &*in.bias);
+        for (const auto& [other, tensor] : read)
+            TORCH_CHECK_VALUE(!ranges_overlap(*tensor, *cache), other, " must not share memory with ", name,
+                              ", into which new tokens are written: pass ", other, ".clone()");
     }
 }
 

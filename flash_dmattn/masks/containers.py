@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.serialization import add_safe_globals
 from torch.utils import _pytree as pytree
 
+from ..arguments import require_bool
+
 Self = TypeVar("Self", bound="Container")
 
 
@@ -22,6 +24,7 @@ class Container:
             raise TypeError(
                 f"device must be a torch.device, a str or an int, got {device}: the dtypes of a mask are fixed"
             )
+        require_bool("non_blocking", non_blocking)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def cpu(self: Self) -> Self:

@@ -13,6 +13,7 @@ from ..arguments import (
     batch_slice,
     check_cu_seqlens,
     check_same_sequences,
+    has_integers,
     is_host_readable,
     names,
     require_bool,
@@ -74,7 +75,7 @@ class KeyIntervalMask(Container, Mask):
         for name, tensor in (("start", start), ("end", end)):
             require_tensor(name, tensor)
             if tensor.dtype != torch.int32:
-                raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}")
+                raise TypeError(f"{name} must be int32, got {names([tensor.dtype])}: pass {name}.int()")
         if start.ndim not in (2, 3):
             raise ValueError(f"start must be {FIXED}, or {VARLEN}, got shape {shape_of(start)}")
         if end.shape != start.shape:
@@ -116,7 +117,8 @@ class KeyIntervalMask(Container, Mask):
         if self.rows is not None and self.rows != seqlen_q:
             raise ValueError(
                 f"{name} was made for {self.rows} query rows, got {seqlen_q}: make it for {seqlen_q} rows, which are "
-                "aligned with the last keys (seqlen_q of causal, sliding_window, prefix_lm and topk)"
+                "aligned with the last keys (seqlen_q of causal, sliding_window, prefix_lm and topk; documents is for "
+                "Sq = Sk)"
             )
 
     def _require_kind(self, name: str, is_varlen: bool) -> None:
@@ -218,6 +220,10 @@ class KeyIntervalMask(Container, Mask):
             raise TypeError(f"a mask is indexed by {accepted}, got {got}")
         if is_tensor and index.ndim != 1:
             raise IndexError(f"a mask is indexed by {accepted}, got shape {shape_of(index)}")
+        if is_tensor and index.dtype == torch.bool and len(index) != self.shape[0]:
+            raise IndexError(
+                f"a bool index must have {self.shape[0]} elements, one per batch element, got {len(index)}"
+            )
         return self._of_same_kind(self.intervals[:, index])
 
     @overload
@@ -240,7 +246,8 @@ class KeyIntervalMask(Container, Mask):
     def __or__(self, other: KeyIntervalMask) -> KeyIntervalMask:
         """The scores that either mask allows, where the rows that see a key are one interval. Waits for the device.
 
-        It has keys_per_row where both masks have it and one has rows. Under torch.compile it has none.
+        It has keys_per_row, counted from the values, where both masks have it and one has rows. Under torch.compile it
+        has none.
 
         Raises ValueError where a key's two intervals leave a gap: use `to_dense`. Under torch.compile and torch.export
         a gap fails an assertion on the device.
@@ -267,7 +274,8 @@ class KeyIntervalMask(Container, Mask):
         return (self.start[:, :, None] <= rows) & (rows < self.end[:, :, None])
 
     def density(self, seqlen_q: int | None = None) -> Tensor:
-        """float32 scalar tensor: the visible share of all scores; rows as in `to_dense`."""
+        """float32 scalar tensor: the visible share of all scores, at most 1; rows as in `to_dense`. Does not wait for
+        the device."""
         rows = self._rows(seqlen_q)
         visible = (self.end.clamp(0, rows) - self.start.clamp(0, rows)).clamp_(min=0)
         return visible.sum().to(torch.float32) / max(rows * visible.numel(), 1)
@@ -277,14 +285,11 @@ class KeyIntervalMask(Container, Mask):
 
         Raises:
             ValueError: a mask of fixed length; keys that are not in order or not of the mask.
-            TypeError: a key that is not an int.
+            TypeError: a key that is not an int or an integer tensor (), as an element of cu_seqlens.
         """
         if not self.is_varlen:
             raise ValueError(f"only a mask {VARLEN} has sequences, got {tuple(self.shape)}")
-        first, last = (  # also elements of cu_seqlens
-            int(key) if isinstance(key, Tensor) else require_int(name, key)
-            for name, key in (("first", first), ("last", last))
-        )
+        first, last = require_key("first", first), require_key("last", last)
         if not 0 <= first <= last <= self.shape[0]:
             raise ValueError(f"first and last must be in order, from 0 to {self.shape[0]} keys, got {first} and {last}")
         return self._of_same_kind(self.intervals[:, first:last].transpose(1, 2)[:, None])
@@ -417,6 +422,9 @@ class KeyIntervalMask(Container, Mask):
     ) -> KeyIntervalMask:
         """Every row sees the keys of its document; Sq = Sk. Takes `cu_seqlens` and `seqlen`, or `ids`.
 
+        For fewer rows than keys, aligned with the last ones: KeyIntervalMask(mask.start - n, mask.end - n) with
+        n = Sk - Sq.
+
         Args:
             cu_seqlens: int32 (documents + 1), non-decreasing from 0: document d has the keys cu_seqlens[d] to
                 cu_seqlens[d + 1] - 1. No row sees the keys after the last document.
@@ -519,6 +527,7 @@ class KeyIntervalMask(Container, Mask):
         bias: Tensor,
         window_size: int,
         cu_seqlens_k: Tensor,
+        *,
         cu_seqlens_q: Tensor | None = None,
         max_seqlen_k: int | Tensor | None = None,
     ) -> KeyIntervalMask:
@@ -557,6 +566,7 @@ class KeyIntervalMask(Container, Mask):
             max_seqlen_k = require_max_seqlen("max_seqlen_k", max_seqlen_k)
             longest = ("max_seqlen_k", max_seqlen_k)
         total = (bias.shape[0], f"the keys of {name}")
+        require_tensor("cu_seqlens_k", cu_seqlens_k)
         cu_seqlens_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
         check_same_sequences(cu_seqlens_q, cu_seqlens_k)
         check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, bias, name, total, longest)
@@ -564,6 +574,16 @@ class KeyIntervalMask(Container, Mask):
         window = min(window_size, bias.shape[0])
         intervals = operator_for(bias)(bias, window, 0, cu_seqlens_q, cu_seqlens_k, max_seqlen_k, name)
         return cls._of(intervals, window_size, unstructured=True)
+
+
+def require_key(name: str, key: object) -> int:
+    """The position of a key, also an element of cu_seqlens, which is read."""
+    if not isinstance(key, Tensor):
+        return require_int(name, key)
+    if key.ndim > 0 or not has_integers(key):
+        got = f"{names([key.dtype])} of shape {shape_of(key)}"
+        raise TypeError(f"{name} must be an int or an integer tensor (), got {got}")
+    return int(key)
 
 
 def first_keys(lengths: Tensor, seqlen_k: int, must_be: str) -> Tensor:

@@ -264,7 +264,8 @@ class KeyLists(Container, Mask):
         return self.kv_indptr[1] - self.kv_indptr[0]
 
     def density(self) -> float:
-        """The mean length of a list, with its padding, divided by `seqlen_k`: it may be above 1. 0 without lists.
+        """The mean length of a list, with its padding, divided by `seqlen_k`: it may be above 1. 0 without lists. Not
+        the visible share of all scores, which is `KeyIntervalMask.density`.
 
         Waits for the device.
         """

@@ -34,6 +34,12 @@ class ShardedCall(Call):
     layout: Layout = "contiguous"
     fixed_shapes: bool | None = None
 
+    def sliding_window(self) -> str:
+        if self.cu_seqlens is None:
+            return "attn_mask=shard(KeyIntervalMask.sliding_window(S, S, (left, right))) of all S keys"
+        whole = "KeyIntervalMask.sliding_window_varlen(cu_seqlens, cu_seqlens, S, (left, right))"
+        return f"attn_mask=shard({whole}) of all S keys"
+
 
 def check_call(call: ShardedCall) -> ShardedCall:
     """Checks all that does not depend on other ranks. Applies autocast and defaults."""

@@ -105,7 +105,7 @@ def select_rows(shards: Shards, bias: Tensor, window_size: int, cu_seqlens: Tens
     start = sequence_start(cu_seqlens, constants((shards.local_start,), bias.device))
     cu_rows = cu_seqlens.clamp(shards.local_start, shards.local_start + length) - shards.local_start
     cu_keys = torch.where(cu_seqlens > start, cu_rows + num_earlier, 0)
-    mask = KeyIntervalMask.topk_varlen(bias[0].T, window_size, cu_keys, cu_rows)
+    mask = KeyIntervalMask.topk_varlen(bias[0].T, window_size, cu_keys, cu_seqlens_q=cu_rows)
     # The intervals count rows from the first local row of their sequence.
     sequence = sequence_of_keys(cu_keys, num_earlier + length)
     row_start, row_end = cu_rows[sequence], cu_rows[sequence + 1]

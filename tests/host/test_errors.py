@@ -34,7 +34,7 @@ FIXED = {
     "scale is a list": (
         lambda: call(softmax_scale=[1.0] * 4),
         TypeError,
-        r"softmax_scale must be a number, got list: pass torch.as_tensor\(softmax_scale\)",
+        r"softmax_scale must be a number or a torch.Tensor, got list: pass torch.as_tensor\(softmax_scale\)",
     ),
     "softcap is a list": (lambda: call(softcap=[1.0]), TypeError, "softcap must be a number, got list$"),
     "key is no tensor": (lambda: call(key=None), TypeError, "key must be a torch.Tensor, got NoneType"),
@@ -221,11 +221,15 @@ FIXED = {
         TypeError,
         "attn_bias must be float32, got float16",
     ),
-    "scale is no number": (lambda: call(softmax_scale="1"), TypeError, "softmax_scale must be a number, got str"),
+    "scale is no number": (
+        lambda: call(softmax_scale="1"),
+        TypeError,
+        "softmax_scale must be a number or a torch.Tensor, got str",
+    ),
     "scale is a bool": (
         lambda: call(Q, K, V, None, None, True),
         TypeError,
-        "softmax_scale must be a number, got bool",
+        "softmax_scale must be a number or a torch.Tensor, got bool",
     ),
     "softcap is a bool": (lambda: call(softcap=True), TypeError, "softcap must be a number, got bool"),
     "is_causal is a number": (lambda: call(is_causal=0.5), TypeError, "is_causal must be a bool, got float"),
@@ -656,7 +660,7 @@ VARLEN = {
         r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
     ),
     "batch sizes of a selection differ": (
-        lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, CU[[0, 2]], CU, 3),
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(5, 1), 2, CU[[0, 2]], cu_seqlens_q=CU, max_seqlen_k=3),
         ValueError,
         r"cu_seqlens_q and cu_seqlens_k must both have B \+ 1 elements, got 3 and 2",
     ),

@@ -281,6 +281,21 @@ ERRORS = {
         TypeError,
         "first must be an int, got str",
     ),
+    "sequence of a float tensor": (
+        lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).sequence(torch.tensor(1.9), 9),
+        TypeError,
+        r"first must be an int or an integer tensor \(\), got float32 of shape \(\)",
+    ),
+    "sequence of two keys": (
+        lambda: KeyIntervalMask(INTERVALS[0], INTERVALS[0]).sequence(torch.tensor([0, 1]), 9),
+        TypeError,
+        r"first must be an int or an integer tensor \(\), got int64 of shape \(2,\)",
+    ),
+    "lengths of a selection": (
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, [0, 2]),
+        TypeError,
+        r"cu_seqlens_k must be a torch.Tensor, got list: pass torch.as_tensor\(cu_seqlens_k, dtype=torch.int32\)",
+    ),
     "varlen window offsets": (
         lambda: KeyIntervalMask.sliding_window_varlen(CU_SEQLENS, CU_SEQLENS, 1, 2),
         ValueError,
@@ -465,7 +480,7 @@ ERRORS = {
         r"bias must be \(total_k, \{H\|Hkv\|1\}\), got shape \(1, 1, 3\)",
     ),
     "topk varlen lengths": (
-        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, CU_SEQLENS[:1]),
+        lambda: KeyIntervalMask.topk_varlen(torch.zeros(2, 1), 2, CU_SEQLENS, cu_seqlens_q=CU_SEQLENS[:1]),
         ValueError,
         r"must both have B \+ 1 elements, got 1 and 2",
     ),

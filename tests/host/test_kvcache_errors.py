@@ -1,6 +1,8 @@
 """Bad input of flash_dmattn_with_kvcache raises an error that names the argument, the value and what is accepted, and
 writes nothing."""
 
+import re
+
 import pytest
 import torch
 from kvcaches import make_call, make_sequences
@@ -420,6 +422,21 @@ def test_caches_that_share_memory_are_not_written(make):
     with pytest.raises(ValueError, match="k_cache and v_cache must not share memory where new tokens are written, got"):
         fixed(k_cache=k_cache, v_cache=v_cache)
     fixed(k_cache=k_cache, v_cache=v_cache, key=None, value=None, bias=None)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("cache", ["k_cache", "v_cache"])
+def test_new_tokens_in_the_cache_are_refused(name, cache):
+    shared = torch.zeros(2, 30, 4, 16)
+    first, second = shared[:, :, :2], shared[:, 10:13]
+    tokens = second if name == "query" else second[:, :, :2]
+    message = f"{name} must not share memory with {cache}, into which new tokens are written: pass {name}.clone()"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fixed(**{cache: first, name: tokens})
+    with pytest.raises(ValueError, match="^bias must not share memory with bias_cache"):
+        fixed(bias_cache=shared[..., :2, 0], bias=shared[:, :3, :2, 0])
+    # Without new tokens nothing is written.
+    fixed(**{cache: first, "query": shared[:, 10:13], "key": None, "value": None, "bias": None})
 
 
 @pytest.mark.parametrize("make", ALTERNATING.values(), ids=ALTERNATING)

@@ -59,7 +59,7 @@ def test_rows_without_keys_are_never_nan(garbage):
     lses[0], lses[:, :, :, 1], lses[1, :, :, 2] = -torch.inf, -torch.inf, 1e30
     outs[0], outs[:, :, 1] = garbage, garbage
     outs.requires_grad_(), lses.requires_grad_()
-    out, lse = merge_attention(outs, lses)
+    out, lse = merge_attention(outs.unbind(), lses.unbind())
     assert (out[:, 1] == 0).all() and (lse[:, :, 1] == -torch.inf).all()
     assert out.isfinite().all() and (lse[:, :, [0, 2, 3]]).isfinite().all()
     assert torch.equal(out[:, 2], outs[1, :, 2])
@@ -70,14 +70,20 @@ def test_rows_without_keys_are_never_nan(garbage):
 def test_gradients():
     outs = torch.randn(3, 2, 4, 2, 3, dtype=torch.float64, requires_grad=True)
     lses = torch.randn(3, 2, 2, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(merge_attention, (outs, lses))
+    assert torch.autograd.gradcheck(lambda outs, lses: merge_attention(outs.unbind(), lses.unbind()), (outs, lses))
 
 
 OUT, LSE = torch.zeros(2, 5, 4, 8), torch.zeros(2, 4, 5)
 ERRORS = {
     "no chunk": (([], []), ValueError, "outs and lses must have one tensor for each chunk, at least one, got 0 and 0"),
     "an lse too few": (([OUT, OUT], [LSE]), ValueError, "one tensor for each chunk, at least one, got 2 and 1"),
-    "no sequence": ((None, None), TypeError, "outs must be a sequence of tensors, got NoneType"),
+    "no sequence": ((None, None), TypeError, "outs must be a sequence of tensors, one per chunk, got NoneType"),
+    "stacked": ((OUT, LSE), TypeError, "outs must be a sequence of tensors, one per chunk, got Tensor"),
+    "pairs": (
+        ((OUT, LSE), (OUT, LSE)),
+        ValueError,
+        r"got shape \(2, 4, 5\): pass zip\(\*chunks\) of \(out, lse\) pairs",
+    ),
     "a list": (([OUT], [[0.0]]), TypeError, r"lses\[0\] must be a torch.Tensor, got list"),
     "integers": (([OUT], [LSE.int()]), TypeError, r"lses\[0\] must be floating, got int32"),
     "dtypes": (([OUT, OUT.half()], [LSE] * 2), TypeError, r"outs\[1\] must have the dtype of outs\[0\], float32, got"),

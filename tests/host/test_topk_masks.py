@@ -110,7 +110,9 @@ def test_topk_of_variable_length(lengths, heads, window_size, as_many_rows, seed
     lengths = torch.tensor([(0, 0), *((k if as_many_rows else q, k) for q, k in lengths)])
     cu_seqlens_q, cu_seqlens_k = lengths.cumsum(0).T.int()
     bias = rand_bias((cu_seqlens_k[-1], heads), torch.float32, torch.Generator().manual_seed(seed))
-    mask = KeyIntervalMask.topk_varlen(bias, window_size, cu_seqlens_k, None if as_many_rows else cu_seqlens_q)
+    mask = KeyIntervalMask.topk_varlen(
+        bias, window_size, cu_seqlens_k, cu_seqlens_q=None if as_many_rows else cu_seqlens_q
+    )
     assert mask.shape == bias.shape and mask.is_varlen and mask.keys_per_row == window_size
     for (rows, _), first, last in zip(lengths[1:].tolist(), cu_seqlens_k[:-1], cu_seqlens_k[1:]):
         expected = brute_force_topk(bias[first:last].T[None], window_size, rows)

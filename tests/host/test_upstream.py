@@ -24,6 +24,8 @@ EXPORTS = {
     "flash_dmattn_interface": {
         "flash_dmattn_func": TENSORS + OPTIONS,
         "flash_dmattn_varlen_func": TENSORS[:3] + LENGTHS + OPTIONS + ["block_table"],
+        "flash_dmattn_qkvpacked_func": ["qkv", *TENSORS[3:], *OPTIONS],
+        "flash_dmattn_kvpacked_func": ["query", "kv", *TENSORS[3:], *OPTIONS],
     },
     "flash_dmattn_triton": {"triton_dmattn_func": [*TENSORS, "is_causal", "softmax_scale"]},
     "flash_dmattn_flex": {"flex_dmattn_func": [*TENSORS, "is_causal", "softmax_scale"]},
@@ -92,6 +94,8 @@ def test_the_functions_of_backends(name):
     with torch.no_grad():
         ours = function(query, key, value, None, bias, True, 0.3)
         torch.testing.assert_close(ours, reference(query, key, value, None, bias, 0.3, True))
+        with pytest.warns(DeprecationWarning, match="scale .* is deprecated: use softmax_scale"):
+            assert torch.equal(function(query, key, value, None, bias, True, scale=0.3), ours)
         by_default = function(query, key, value)
         torch.testing.assert_close(by_default, reference(query, key, value, is_causal=name == "flex"))
 
@@ -241,7 +245,8 @@ def test_the_package_itself_imports_no_deprecated_module():
 def test_submodules_are_imported_on_access():
     program = (
         "import sys, flash_dmattn; assert 'flash_dmattn.parallel' not in sys.modules; "
-        "flash_dmattn.parallel.shard, flash_dmattn.visualize.plot"
+        "flash_dmattn.parallel.shard, flash_dmattn.visualize.plot, flash_dmattn.integrations; "
+        "assert {'CUDA_AVAILABLE', 'parallel', 'flash_dmattn_func'} <= set(dir(flash_dmattn))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)

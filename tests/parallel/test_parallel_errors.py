@@ -62,6 +62,8 @@ REFUSED_BY_ONE = [
     ),
     ({"layout": "zigzag"}, PACKED, "ValueError", "layout='zigzag' does not support cu_seqlens, got it"),
     ({"attn_bias": (1, 3, 1, 8)}, WINDOW, "ValueError", "attn_bias"),
+    ({"window_size": (3, 0)}, {}, "TypeError", "attn_mask=shard(KeyIntervalMask.sliding_window(S, S, (left, right)))"),
+    ({"window_size": (3, 0)}, PACKED, "TypeError", "attn_mask=shard(KeyIntervalMask.sliding_window_varlen(cu_seqlens"),
     (
         {"attn_mask": KeyLists.build(KeyIntervalMask.causal(8, 8), 8)},
         {},

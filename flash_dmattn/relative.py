@@ -252,6 +252,8 @@ def wide(parameters: Tensor) -> Tensor:
 
 
 def require_parameters(name: str, parameters: object, ndims: tuple[int, ...], layout: str) -> None:
+    if isinstance(parameters, torch.nn.Embedding):
+        raise TypeError(f"{name} must be a torch.Tensor, got Embedding: pass {name}.weight")
     require_floating(name, parameters)
     if parameters.ndim not in ndims:
         raise ValueError(f"{name} must be {layout}, got shape {shape_of(parameters)}")

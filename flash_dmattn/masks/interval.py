@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..arguments import (
+    as_tensor_hint,
     batch_slice,
     check_cu_seqlens,
     check_same_sequences,
@@ -405,7 +406,10 @@ class KeyIntervalMask(Container, Mask):
                 that is not an int, is negative or is above 2^30.
         """
         if not isinstance(prefix_lens, Tensor):
-            prefix_lens = require_count("prefix_lens", prefix_lens, "a torch.Tensor or an int")
+            accepted = "a torch.Tensor or an int"
+            if as_tensor_hint("prefix_lens", prefix_lens):
+                require_tensor("prefix_lens", prefix_lens, accepted)
+            prefix_lens = require_count("prefix_lens", prefix_lens, accepted)
             prefix_lens = torch.full((1,), prefix_lens, device=device)
         require_integers("prefix_lens", prefix_lens)
         if prefix_lens.ndim != 1:

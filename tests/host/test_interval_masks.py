@@ -348,7 +348,7 @@ ERRORS = {
     "prefix of another type": (
         lambda: KeyIntervalMask.prefix_lm([1], 3, 4),
         TypeError,
-        "prefix_lens must be a torch.Tensor or an int, got list",
+        "prefix_lens must be a torch.Tensor or an int, got list: pass torch.as_tensor",
     ),
     "documents of nothing": (
         lambda: KeyIntervalMask.documents(),

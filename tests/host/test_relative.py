@@ -140,6 +140,7 @@ def test_wrong_parameters_are_refused():
     for call, error, message in (
         (lambda: relative.t5(torch.zeros(8)), ValueError, r"table must be \(buckets, H\), got shape \(8,\)"),
         (lambda: relative.t5(torch.zeros(8, 2).int()), TypeError, "table must be floating, got int32"),
+        (lambda: relative.t5(torch.nn.Embedding(8, 2)), TypeError, "got Embedding: pass table.weight"),
         (lambda: relative.t5(torch.zeros(64, 2), max_distance=16), ValueError, "max_distance must be above the 16"),
         (lambda: relative.t5(torch.zeros(2, 2)), ValueError, r"table must have at least 4 buckets, got shape \(2, 2\)"),
         (lambda: relative.t5(torch.zeros(8, 2), "no"), TypeError, "bidirectional must be a bool, got str"),

@@ -51,10 +51,11 @@ def flash_dmattn_with_kvcache(
     prefill, and batches that mix them.
 
     The formula is that of `flash_dmattn_func`. A sequence has cache_seqlens keys in the cache. If key is given, each
-    query row brings a new key, value and bias, which the call writes into the cache in place, after the others; query
-    and the new tokens must not share memory with the cache. The last row is aligned with the last key, the row before
-    it with the key before: causality is aligned to the bottom right corner, and with is_causal row i sees the keys in
-    the cache and the new keys of the rows up to i.
+    query row brings a new key, value and bias, which the call writes into the cache in place, after the others. query
+    must not share memory with the cache. key, value and bias may be views of the slots to which they are written, and
+    must not share other memory with the cache. The last row is aligned with the last key, the row before it with the
+    key before: causality is aligned to the bottom right corner, and with is_causal row i sees the keys in the cache and
+    the new keys of the rows up to i.
 
     The cache is contiguous, or it consists of pages that the sequences share: page block_table[b, j] holds the keys
     j * page_size to (j + 1) * page_size - 1 of sequence b.

@@ -55,8 +55,8 @@ def check_options(call: Call) -> None:
     refuse_mask_as_bias(call.attn_bias)
     refuse_bias_objects("attn_mask", call.attn_mask)
     refuse_bias_objects("attn_bias", call.attn_bias)
-    refuse_sliding_window(call.window_size, call.sliding_window())
     if call.window_size is not None:
+        refuse_sliding_window(call.window_size, call.sliding_window())
         call.window_size = require_count("window_size", call.window_size)
     if call.varlen is not None:
         refuse_offsets_as_mask(call.attn_mask)

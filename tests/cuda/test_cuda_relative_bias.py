@@ -98,3 +98,34 @@ def test_variable_length(architecture, use):
     for ours, *parts in zip(out.split(rows), query_parts, key_parts, value_parts, strict=True):
         alone = flash_dmattn_func(*(x[None] for x in parts), relative_bias=bias)[0]
         torch.testing.assert_close(ours, alone, rtol=1e-2, atol=1e-2)
+
+
+@CAUSAL
+@ARCHITECTURES
+@pytest.mark.parametrize("mask", [None, "keys", "rows"])
+@pytest.mark.parametrize(
+    "radius, low, high", [(0, 3, 3), (5, 30, -30), (60, -30, 30), (60, 1, -1e38), (130, -1e38, 30)]
+)
+def test_far_keys_share_a_bias(radius, low, high, mask, architecture, causal, use):
+    """Blocks that read one end of the table alone leave it out of their scores: a base and lse account for it."""
+    use(architecture)
+    rows, keys = 1300, 1500
+    bias = torch.randn(1, 4, 2 * radius + 1, device="cuda")
+    bias[:, ::2, 0], bias[:, ::2, -1] = low, high
+    shape = {None: None, "keys": (2, 1, 1, keys), "rows": (2, 2, rows, keys)}[mask]
+    visible = None if shape is None else torch.rand(shape, device="cuda") < 0.7
+    check(on_gpu(2, rows, keys, 4, 2, 64), visible, relative_bias=bias, is_causal=causal)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_at_an_end_of_the_table(head_dim, use):
+    """A row is NaN if it sees the end, and only then."""
+    use("sm90")
+    query, key, value = on_gpu(1, 2000, 2000, 2, 2, head_dim)
+    bias = torch.randn(1, 2, 2 * 100 + 1, device="cuda")
+    expected = flash_dmattn_func(query, key, value, relative_bias=bias, is_causal=True)
+    bias[:, 0, 0] = torch.nan
+    out = flash_dmattn_func(query, key, value, relative_bias=bias, is_causal=True)
+    assert out[:, 100:, 0].isnan().all() and torch.equal(out[:, :, 1], expected[:, :, 1])
+    torch.testing.assert_close(out[:, :100, 0], expected[:, :100, 0])

@@ -12,16 +12,41 @@
 #pragma once
 
 #include "cuda/arch/fragment.cuh"
+#include "cuda/arch/mma.cuh"
 
 namespace flash_dmattn::cuda {
 
-// The first step, in place: afterwards acc[n][e] is the sum for fragment n, and acc[0][2 + e] that for fragment -1.
+// The sums after the first step: element n + 1 is that for fragment n.
 template <int kFragments>
-__device__ __forceinline__ void add_rows_8_apart(float (&acc)[kFragments][4]) {
+using SumsOfRows8Apart = float[kFragments + 1][2];
+
+template <int kFragments>
+__device__ __forceinline__ void add_rows_8_apart(const float (&acc)[kFragments][4],
+                                                 SumsOfRows8Apart<kFragments>& sums) {
 #pragma unroll
-    for (int n = 0; n + 1 < kFragments; ++n)
+    for (int n = -1; n < kFragments; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) acc[n][e] += acc[n + 1][2 + e];
+        for (int e = 0; e < 2; ++e)
+            sums[n + 1][e] = n < 0 ? acc[0][2 + e] : n + 1 == kFragments ? acc[n][e] : acc[n][e] + acc[n + 1][2 + e];
+}
+
+// The same of an accumulator in 16 bits, as the A operands of kOperands GEMMs: the rows of two neighbouring fragments,
+// beside each other, times two identity matrices below each other.
+template <typename T, int kOperands>
+__device__ __forceinline__ void add_rows_8_apart(const uint32_t (&operand)[kOperands][4],
+                                                 SumsOfRows8Apart<2 * kOperands>& sums) {
+    constexpr uint32_t kOne = std::is_same_v<T, half_t> ? 0x3c00 : 0x3f80;
+    const int lane = reread_lane_id(), row = fragment_row(lane), col = fragment_col(lane);
+    const uint32_t identity = row == col ? kOne : row == col + 1 ? kOne << 16 : 0;
+    const auto rows_of = [&](int n, int h) { return n < 0 || n >= 2 * kOperands ? 0 : operand[n / 2][n % 2 * 2 + h]; };
+#pragma unroll
+    for (int n = -1; n < 2 * kOperands; n += 2) {
+        const uint32_t a[4] = {rows_of(n, 0), rows_of(n + 1, 0), rows_of(n + 1, 1), rows_of(n + 2, 1)};
+        float c[4] = {};
+        mma_m16n8k16<T>(c, a, identity, identity);
+        sums[n + 1][0] = c[0], sums[n + 1][1] = c[1];
+        if (n + 1 < 2 * kOperands) sums[n + 2][0] = c[2], sums[n + 2][1] = c[3];
+    }
 }
 
 // The sums that a lane has in the end: sums[i] is that of diagonal 32 i + first_diagonal(), so that the warp's sums[i]
@@ -47,17 +72,17 @@ __device__ __forceinline__ void add_and_halve(const float (&x)[kCount], float (&
 
 // The other steps. Registers need constant indices: a lane whose diagonals begin with a negative one moves its values
 // up by one fragment at first. Then all lanes hold diagonals of [8 i - 16, 8 i - 8) in element i.
-template <int kFragments>
-__device__ __forceinline__ void sum_diagonals(const float (&acc)[kFragments][4],
-                                              float (&sums)[kDiagonalSums<kFragments>]) {
-    constexpr int kCount = kFragments + 2;
+template <int kRowSums>
+__device__ __forceinline__ void sum_diagonals(const float (&rows_8_apart)[kRowSums][2],
+                                              float (&sums)[kDiagonalSums<kRowSums - 1>]) {
+    constexpr int kCount = kRowSums + 1;
     const int lane = reread_lane_id(), g = fragment_row(lane), q = lane % 4;
     const auto lane_of = [](int g, int q) { return g * 4 + (q & 3); };
     float by_1[kCount], by_2[ceil_div(kCount, 2)];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const auto of_fragment = [&](int n, int e) {
-            return n < -1 || n >= kFragments ? 0.f : n < 0 ? acc[0][2 + e] : acc[n][e];
+            return n < -1 || n + 1 >= kRowSums ? 0.f : rows_8_apart[n + 1][e];
         };
         const auto shifted = [&](int e) { return 2 * q + e < g ? of_fragment(i - 1, e) : of_fragment(i - 2, e); };
         by_1[i] = shifted(0) + __shfl_sync(~0u, shifted(1), g % 2 == 0 ? lane_of(g + 1, q) : lane_of(g - 1, q - 1));
@@ -67,14 +92,14 @@ __device__ __forceinline__ void sum_diagonals(const float (&acc)[kFragments][4],
 }
 
 // The sum of all diagonals, of what this lane has after add_rows_8_apart().
-template <int kFragments>
-__device__ __forceinline__ float sum_lane(const float (&acc)[kFragments][4]) {
-    float sums[4] = {acc[0][2], acc[0][3], 0, 0};
+template <int kRowSums>
+__device__ __forceinline__ float sum_lane(const float (&rows_8_apart)[kRowSums][2]) {
+    float sums[2][2] = {};
 #pragma unroll
-    for (int n = 0; n < kFragments; ++n)
+    for (int n = 0; n < kRowSums; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) sums[n % 2 * 2 + e] += acc[n][e];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+        for (int e = 0; e < 2; ++e) sums[n % 2][e] += rows_8_apart[n][e];
+    return (sums[0][0] + sums[0][1]) + (sums[1][0] + sums[1][1]);
 }
 
 }  // namespace flash_dmattn::cuda

@@ -53,8 +53,10 @@ public:
                                                              : key;
     }
     __device__ __forceinline__ int clamp(int position) const { return min(max(position, low_), high_) - low_; }
-    // Whether all positions of a range read the same entry.
-    __device__ __forceinline__ bool is_clamped(int first, int last) const { return last <= low_ || first >= high_; }
+    // The end of the table that all positions of a range read, -1 or 1; 0 if they read different entries.
+    __device__ __forceinline__ int clamped_end(int first, int last) const {
+        return last <= low_ ? -1 : first >= high_ ? 1 : 0;
+    }
 
 protected:
     int low_, high_;
@@ -178,10 +180,10 @@ public:
         if (lane_id() == 0) add(position, dx);
     }
 
-    // Adds an accumulator of dx, 16 rows x 8 kFragments keys, of a matrix or in one dimension. Overwrites it. A warp
-    // calls.
+    // Adds an accumulator of dx, 16 rows x 8 kFragments keys, of a matrix or in one dimension. A warp calls.
     template <int kFragments>
-    __device__ __forceinline__ void add_fragments(float (&dx)[kFragments][4], int first_row, int first_key) const {
+    __device__ __forceinline__ void add_fragments(const float (&dx)[kFragments][4], int first_row,
+                                                  int first_key) const {
         if (kOrMatrix && is_matrix_) {
             const int position = this->row_part(first_row + fragment_row()) + first_key + fragment_col();
 #pragma unroll
@@ -192,10 +194,12 @@ public:
             return;
         }
         const int position = this->row_part(first_row) + this->key_part(first_key);
-        add_rows_8_apart(dx);
-        if (this->is_clamped(position - 15, position + kFragments * 8 - 1)) return add_of_warp(position, sum_lane(dx));
+        SumsOfRows8Apart<kFragments> rows_8_apart;
+        add_rows_8_apart(dx, rows_8_apart);
+        if (this->clamped_end(position - 15, position + kFragments * 8 - 1) != 0)
+            return add_of_warp(position, sum_lane(rows_8_apart));
         float sums[kDiagonalSums<kFragments>];
-        sum_diagonals(dx, sums);
+        sum_diagonals(rows_8_apart, sums);
 #pragma unroll
         for (int i = 0; i < kDiagonalSums<kFragments>; ++i)
             if (sums[i] != 0) add(position + first_diagonal() + 32 * i, sums[i]);
@@ -228,15 +232,15 @@ public:
     // The same for a grid, of an accumulator of keys x rows in which runs of 8 kRunFragments rows, and all keys, are in
     // one row of the grid each. first_row, first_key: of the accumulator, in the sequence.
     template <int kRunFragments, int kFragments>
-    __device__ __forceinline__ void add_grid_diagonals(float (&acc)[kFragments][4], int first_row,
+    __device__ __forceinline__ void add_grid_diagonals(const float (&acc)[kFragments][4], int first_row,
                                                        int first_key) const {
         const int key = this->key_part(first_key);
 #pragma unroll
         for (int n = 0; n < kFragments; n += kRunFragments) {
-            auto& run = reinterpret_cast<float (&)[kRunFragments][4]>(acc[n]);
+            SumsOfRows8Apart<kRunFragments> rows_8_apart;
+            add_rows_8_apart(reinterpret_cast<const float (&)[kRunFragments][4]>(acc[n]), rows_8_apart);
             float sums[kDiagonalSums<kRunFragments>];
-            add_rows_8_apart(run);
-            sum_diagonals(run, sums);
+            sum_diagonals(rows_8_apart, sums);
             const int first = this->row_part(first_row + n * 8) + key + first_diagonal();
 #pragma unroll
             for (int i = 0; i < kDiagonalSums<kRunFragments>; ++i) {

@@ -93,14 +93,10 @@ struct RelativeBiasSegment : RelativeBiasEntries<kRows + kCols> {
     __device__ __forceinline__ float2 at(const Lane& lane, int h, int n) const {
         return Base::at(lane.offset + (n - h) * 8);
     }
-    // Sets the accumulator of a warp's 16 rows to the entries times `factor`.
+    // Sets the accumulator of a warp's 16 rows to the entries.
     template <int kFragments>
-    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane, float factor) const {
-        Base::load_diagonals(acc[0], lane.offset, factor);
-    }
-    template <int kFragments>
-    __device__ __forceinline__ void load_ahead(float (&acc)[1][kFragments][4], const Lane& lane) const {
-        Base::load_diagonals_ahead(acc[0], lane.offset);
+    __device__ __forceinline__ void load(float (&acc)[1][kFragments][4], const Lane& lane) const {
+        Base::load_diagonals(acc[0], lane.offset, 1);
     }
 };
 

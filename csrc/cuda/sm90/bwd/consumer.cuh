@@ -52,6 +52,7 @@ private:
     using RowStatsFragment = typename Base::RowStatsFragment;
     // Whether dQ is added in the next step, while S is computed: 3 % faster with a dense bias, slower without.
     static constexpr bool kAddsDqLate = Traits::kStagesDq && kBias == BiasKind::kDense;
+    using RowSums = SumsOfRows8Apart<Traits::kScoreRows / 8>;
     using DiagonalSums = float[kDiagonalSums<Traits::kScoreRows / 8>];
 
     __device__ __forceinline__ void mainloop() {
@@ -150,7 +151,7 @@ private:
         if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
         fence_proxy_async();
         commit_dense_dbias();
-        add_drelative_bias(ds);
+        add_drelative_bias(ds, dscores);
         if (p_.deterministic) wait_for_dq_additions();
         sync_consumers();  // dS is complete, and the previous one has been read
         DqFragment dq;
@@ -181,7 +182,7 @@ private:
         commit_dense_dbias();
         sync_consumers();  // P and dS are complete
         tiled_mma_.gemm_dkv(dv_, smem_.probs, dout());
-        add_drelative_bias(ds);
+        add_drelative_bias(ds, dscores);
         DqFragment dq;
         tiled_mma_.gemm_dq(dq, bias_dscores(), smem_.key);
         tiled_mma_.gemm_dkv(dk_, bias_dscores(), query());
@@ -228,9 +229,8 @@ private:
     }
 
     __device__ auto& relative_bias_ends() const { return smem_.relative_bias_ends[threadIdx.x - kWarpgroupThreads]; }
-    // Adds dS, in float32, to the gradient of the relative bias: the sums over its diagonals, which overwrite it.
-    // Overlaps the GEMM of dV.
-    __device__ __forceinline__ void add_drelative_bias(ScoresFragment& ds) {
+    // Adds the sums over the diagonals of dS to the gradient of the relative bias. Overlaps the GEMM of dV.
+    __device__ __forceinline__ void add_drelative_bias(const ScoresFragment& ds, const ScoresOperand& dscores) {
         if constexpr (kBias == BiasKind::kRelativeGrid) {
             if (p_.drelative_bias == nullptr) return;
             const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
@@ -245,13 +245,19 @@ private:
         }
         if constexpr (kBias == BiasKind::kRelative) {
             if (p_.drelative_bias == nullptr) return;
-            add_rows_8_apart(ds[0]);
-            if (__any_sync(~0u, header_.clamped != 0)) {
-                RelativeBiasGradient::add_clamped(sum_lane(ds[0]), header_.clamped > 0, relative_bias_ends());
+            if (Base::is_clamped()) {
+                RelativeBiasGradient::add_clamped(Base::clamped_sum(), header_.clamped_end > 0, relative_bias_ends());
                 return;
             }
+            // With 128 rows no registers are left for dS in float32 beside the operands.
+            RowSums rows_8_apart;
+            if constexpr (Traits::kScoreRows > 64) {
+                add_rows_8_apart<T>(dscores, rows_8_apart);
+            } else {
+                add_rows_8_apart(ds[0], rows_8_apart);
+            }
             DiagonalSums sums;
-            sum_diagonals(ds[0], sums);
+            sum_diagonals(rows_8_apart, sums);
             const RelativeBiasGradient gradient = m_block_info().relative_bias.gradient;
             const int position = m_block_info().relative_bias.position + warp_key_ - tiled_mma_.first_row();
             gradient.add_diagonals(sums, position, relative_bias_ends());

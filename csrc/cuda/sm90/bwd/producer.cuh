@@ -169,7 +169,19 @@ private:
             stats = load_row_stats(p_, s, head, row);
         }
         float relative_bias[kRelativeEntries];
-        if constexpr (is_relative(kBias)) load_relative_bias(relative_bias, head, first);
+        int position = 0, clamped_end = 0;
+        if constexpr (is_relative(kBias)) {
+            const RelativeBias bias(p_.relative_bias, s, relative_bias_entries(p_, s.batch, head));
+            if constexpr (kBias == BiasKind::kRelative) {
+                position = bias.row_part(first) + bias.key_part(first_key());
+                clamped_end = bias.clamped_end(position - (kRows - 1), position + kKeys - 1);
+            }
+            if (clamped_end != 0) {
+                if (!stats.is_empty()) stats.lse -= bias[position] * kLog2E;
+            } else {
+                load_relative_bias(relative_bias, bias, first);
+            }
+        }
         issue_tma_loads(head, m_block);
         if (threadIdx.x < kRowDataThreads) {
             const int semaphore_value = p_.deterministic && warp_id() == 0 ? dq_semaphore_value(head, m_block) : 0;
@@ -187,12 +199,14 @@ private:
                 }
             }
             if constexpr (is_relative(kBias)) {
-                auto& segment = info.relative_bias.entries;
-                segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
+                if (clamped_end == 0) {
+                    auto& segment = info.relative_bias.entries;
+                    segment.begin(p_.relative_bias, first, static_cast<int>(threadIdx.x));
 #pragma unroll
-                for (int i = 0; i < kRelativeEntries; ++i)
-                    if (const int at = threadIdx.x + i * kWarpgroupThreads; at < relative_entries_)
-                        segment.store(at, relative_bias[i]);
+                    for (int i = 0; i < kRelativeEntries; ++i)
+                        if (const int at = threadIdx.x + i * kWarpgroupThreads; at < relative_entries_)
+                            segment.store(at, relative_bias[i]);
+                }
             }
             const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
             if (lane_id() == 0 && warp_id() < ceil_div(kRows, 32))
@@ -207,10 +221,7 @@ private:
                 info.header.is_full_block = is_full;
                 if constexpr (is_relative(kBias)) info.relative_bias.gradient = RelativeBiasGradient(p_, s, head);
                 if constexpr (kBias == BiasKind::kRelative) {
-                    const RelativeBiasGradient& gradient = info.relative_bias.gradient;
-                    const int position = gradient.row_part(first) + gradient.key_part(first_key());
-                    const bool is_clamped = gradient.is_clamped(position - (kRows - 1), position + kKeys - 1);
-                    info.header.clamped = !is_clamped ? 0 : position < 0 ? -1 : 1;
+                    info.header.clamped_end = static_cast<int8_t>(clamped_end);
                     info.relative_bias.position = position;
                 }
             }
@@ -221,9 +232,8 @@ private:
         bias_pipeline_.advance();
     }
     // The entries threadIdx.x + i * kWarpgroupThreads of the m_block's segment, in the order of rows.
-    __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], int head,
+    __device__ __forceinline__ void load_relative_bias(float (&entries)[kRelativeEntries], const RelativeBias& bias,
                                                        int first_row) const {
-        const RelativeBias bias(p_.relative_bias, sequence(), relative_bias_entries(p_, sequence().batch, head));
         const float scale = SharedStorage::kStartsFromBias ? 1 / scale_.scale : kLog2E;
         constexpr int kStep = -SharedStorage::RelativeSegment::kKeyStep;
         const int first =

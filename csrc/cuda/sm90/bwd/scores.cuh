@@ -28,12 +28,15 @@ protected:
     using ScoresTile = typename Traits::ScoresTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
     static constexpr int kFragments = Traits::kScoreRows / 8;
-    // Fragments of P that are computed before the wait for dP: fastest as measured. With a relative bias and 128 rows
-    // the GEMM of dP comes first, and a dense bias leaves too few registers.
-    static constexpr int kEarlyFragments =
-        !Traits::kSharesKeys && (kBias == BiasKind::kNone || (kBias == BiasKind::kKey && kFragments > 8)) ? 8 : 0;
-    // Whether a bias is added after Q K^T.
-    static constexpr bool kHasBias = kBias != BiasKind::kNone && !SharedStorage::kStartsFromBias;
+    // Fragments of P that are computed before the wait for dP: fastest as measured. With a grid and 128 rows the GEMM of
+    // dP comes first, and a dense bias leaves too few registers.
+    static constexpr bool kHasEarlyFragments =
+        kBias == BiasKind::kNone || (kFragments > 8 && (kBias == BiasKind::kKey || kBias == BiasKind::kRelative));
+    static constexpr int kEarlyFragments = !Traits::kSharesKeys && kHasEarlyFragments ? 8 : 0;
+    // Whether a bias is added after Q K^T. kUnlessClamped: as is_clamped() says, at run time.
+    enum class AddsBias { kNo, kYes, kUnlessClamped };
+    static constexpr AddsBias kAddsBias =
+        kBias == BiasKind::kNone || SharedStorage::kStartsFromBias ? AddsBias::kNo : AddsBias::kYes;
 
     __device__ BwdScores(const BwdArgs& p, const BwdScale& scale, SharedStorage& smem, const BwdWorkTile& work_tile)
         : p_(p), scale_(scale), smem_(smem), work_tile_(work_tile),
@@ -136,15 +139,17 @@ protected:
     // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM
     // of dP, those of the second the arithmetic of dS.
     __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStatsFragment& lse) const {
-        dispatch_mask([&](auto has_ranges, auto has_bits) {
-            compute_p<has_ranges.value, has_bits.value, 0, kEarlyFragments>(s, lse);
+        dispatch([&](auto has_ranges, auto has_bits, auto adds_bias) {
+            compute_p<has_ranges.value, has_bits.value, adds_bias.value, 0, early_fragments(adds_bias.value)>(s, lse);
         });
     }
     __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp,
                                                       const RowStatsFragment& lse) {
-        dispatch_mask([&](auto has_ranges, auto has_bits) {
-            compute_p<has_ranges.value, has_bits.value, kEarlyFragments, kFragments>(s, lse);
-            compute_ds<has_ranges.value || has_bits.value>(s, dp);
+        dispatch([&](auto has_ranges, auto has_bits, auto adds_bias) {
+            constexpr int kFirst = early_fragments(adds_bias.value);
+            compute_p<has_ranges.value, has_bits.value, adds_bias.value, kFirst, kFragments>(s, lse);
+            constexpr bool kSumsClamped = kBias == BiasKind::kRelative && adds_bias.value != AddsBias::kYes;
+            compute_ds<has_ranges.value || has_bits.value, kSumsClamped>(s, dp);
         });
     }
     // S and dP to P and dS with a softcap.
@@ -156,15 +161,27 @@ protected:
                                                   scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
             if (kBias == BiasKind::kKey) key_dbias_[h] += is_visible ? dx : 0.f;
         };
-        for_each_score<true, true, 0, kFragments>(lse, has_bits(), take);
+        for_each_score<true, true, kAddsBias, 0, kFragments>(lse, has_bits(), take);
     }
+
+    // Whether all scores read the same entry of a relative bias, which lse includes.
+    __device__ bool is_clamped() const {
+        if constexpr (kBias != BiasKind::kRelative) return false;
+        return __any_sync(~0u, header_.clamped_end != 0);
+    }
+    // The sum of dS over this lane's scores, of a clamped block.
+    __device__ float clamped_sum() const { return clamped_sum_[0] + clamped_sum_[1]; }
 
 private:
     __device__ bool has_bits() const { return masks_scores<Traits, kBias>(p_) && !header_.is_full_block; }
-    // Calls compute(has_ranges, has_bits), two std::bool_constants. has_ranges: some rows are out of a key's range by
-    // causality, lengths or intervals. has_bits: the packed mask has some 0.
+    // With a relative bias only clamped blocks without a mask have early fragments.
+    static constexpr int early_fragments(AddsBias adds_bias) {
+        return kBias == BiasKind::kRelative && adds_bias != AddsBias::kNo ? 0 : kEarlyFragments;
+    }
+    // Calls compute(has_ranges, has_bits, adds_bias), std::integral_constants. has_ranges: some rows are out of a key's
+    // range by causality, lengths or intervals. has_bits: the packed mask has some 0. adds_bias: an AddsBias.
     template <typename Compute>
-    __device__ __forceinline__ void dispatch_mask(const Compute& compute) const {
+    __device__ __forceinline__ void dispatch(const Compute& compute) const {
         const int first_row = header_.m_block * Traits::kRows + tiled_mma_.first_row();
         const auto covers = [&](const RowRange& rows) {
             return rows.begin <= first_row && rows.end >= first_row + Traits::kScoreRows;
@@ -172,28 +189,38 @@ private:
         const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
         constexpr std::true_type kTrue;
         constexpr std::false_type kFalse;
+        // Where masked blocks may be clamped. With 128 rows those without a mask test it, too: the compiler would move
+        // loads of the bias without a condition ahead, and spill registers.
+        constexpr AddsBias kMasked = kBias == BiasKind::kRelative ? AddsBias::kUnlessClamped : kAddsBias;
+        constexpr std::integral_constant<AddsBias, kMasked> kMaskedAdds;
+        constexpr std::integral_constant<AddsBias, kFragments <= 8 ? kAddsBias : kMasked> kUnmaskedAdds;
         if (__builtin_expect(in_range && !has_bits(), 1)) {
-            compute(kFalse, kFalse);
+            if (is_clamped()) {
+                compute(kFalse, kFalse, std::integral_constant<AddsBias, AddsBias::kNo>());
+            } else {
+                compute(kFalse, kFalse, kUnmaskedAdds);
+            }
         } else if (has_bits()) {
-            in_range ? compute(kFalse, kTrue) : compute(kTrue, kTrue);
+            in_range ? compute(kFalse, kTrue, kMaskedAdds) : compute(kTrue, kTrue, kMaskedAdds);
         } else {
-            compute(kTrue, kFalse);
+            compute(kTrue, kFalse, kMaskedAdds);
         }
     }
 
-    template <bool kRanges, bool kBits, int kFirst, int kLast>
+    template <bool kRanges, bool kBits, AddsBias kAdds, int kFirst, int kLast>
     __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStatsFragment& lse) const {
-        for_each_score<kRanges, kBits, kFirst, kLast>(
-            lse, kBits, [&](int m, int h, int e, float shift, bool is_visible) {
-                float& x = s[0][m][2 * h + e];
-                x = probability(x, scale_.scale_log2, shift);
-                if (!is_visible) x = 0;
-            });
+        for_each_score<kRanges, kBits, kAdds, kFirst, kLast>(lse, kBits,
+                                                             [&](int m, int h, int e, float shift, bool is_visible) {
+                                                                 float& x = s[0][m][2 * h + e];
+                                                                 x = probability(x, scale_.scale_log2, shift);
+                                                                 if (!is_visible) x = 0;
+                                                             });
     }
     // P and dP to dS. Where a score is masked P is 0 and dP may be anything.
-    template <bool kMasked>
+    template <bool kMasked, bool kSumsClamped>
     __device__ __forceinline__ void compute_ds(const ScoresFragment& prob, ScoresFragment& dp) {
         const RowStatsFragment deltas(m_block_info().delta + tiled_mma_.first_row());
+        if (kSumsClamped) clamped_sum_[0] = clamped_sum_[1] = 0;
 #pragma unroll
         for (int m = 0; m < kFragments; ++m) {
             const float2 delta = deltas[m];
@@ -203,18 +230,20 @@ private:
                 x = prob[0][m][i] * (x - (i % 2 ? delta.y : delta.x));
                 if (kMasked && prob[0][m][i] == 0) x = 0;
                 if (kBias == BiasKind::kKey) key_dbias_[i / 2] += x;
+                if (kSumsClamped) clamped_sum_[i / 2] += x;
             }
         }
     }
 
     // Calls take(m, h, e, bias - lse, is_visible) for each score [0][m][2 h + e] of this lane, m in [kFirst, kLast).
-    template <bool kRanges, bool kBits, int kFirst, int kLast, typename Take>
+    template <bool kRanges, bool kBits, AddsBias kAdds, int kFirst, int kLast, typename Take>
     __device__ __forceinline__ void for_each_score(const RowStatsFragment& lses, bool has_bits,
                                                    const Take& take) const {
         const auto& info = m_block_info();
         const int block_row = tiled_mma_.first_row() + fragment_col(),
                   first_row = header_.m_block * Traits::kRows + block_row;
         const int bit = warp_key_ % 32 + fragment_row();
+        const bool adds_bias = kAdds == AddsBias::kYes || (kAdds == AddsBias::kUnlessClamped && !is_clamped());
 #pragma unroll
         for (int n = kFirst; n < kLast; n += 2) {
             uint32_t dense[4];
@@ -234,8 +263,8 @@ private:
                         bias = {bias.x * kLog2E, bias.y * kLog2E};
                     } else if (kBias == BiasKind::kKey) {
                         bias = {bias_[h], bias_[h]};
-                    } else if constexpr (kHasBias && is_relative(kBias)) {
-                        bias = info.relative_bias.entries.at(relative_bias_lane_, h, m);
+                    } else if constexpr (kAdds != AddsBias::kNo && is_relative(kBias)) {
+                        if (adds_bias) bias = info.relative_bias.entries.at(relative_bias_lane_, h, m);
                     }
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
@@ -244,7 +273,7 @@ private:
                         if (kRanges) is_visible = row >= rows_[h].begin && row < rows_[h].end;
                         if (kBits) is_visible = is_visible && (e ? bits.y : bits.x) >> (bit + h * 8) & 1;
                         const float minus_lse = -(e ? lse.y : lse.x), x = e ? bias.y : bias.x;
-                        take(m, h, e, kHasBias ? x + minus_lse : minus_lse, is_visible);
+                        take(m, h, e, kAdds == AddsBias::kNo ? minus_lse : x + minus_lse, is_visible);
                     }
                 }
             }
@@ -267,6 +296,7 @@ protected:
     uint32_t visible_keys_;         // of this lane, bits 0 and 8
     float bias_[2] = {};  // times log2(e)
     float key_dbias_[2] = {};
+    float clamped_sum_[2];  // of dS, of a clamped block
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -59,8 +59,7 @@ struct BwdSharedStorage {
     // Threads of the producer that write MBlockInfo.
     static constexpr int kRowDataThreads = kBias == BiasKind::kDense ? kRows : kWarpgroupThreads;
     // Whether S starts from the relative bias, divided by the softmax scale, or it is added after Q K^T, times log2(e).
-    // With 128 rows no registers are left to read it ahead while P is computed.
-    static constexpr bool kStartsFromBias = is_relative(kBias) && Traits::kScoreRows > 64;
+    static constexpr bool kStartsFromBias = kBias == BiasKind::kRelativeGrid && Traits::kScoreRows > 64;
     // Scores are transposed: keys x rows.
     using RelativeSegment = SegmentOf<kBias, Traits::kKeys, kRows>;
     struct RelativeBlock {
@@ -77,7 +76,7 @@ struct BwdSharedStorage {
         struct alignas(16) Header {
             int head, m_block;
             bool is_full_block;                        // the mask masks no score
-            int8_t clamped;                            // all scores read an end of the relative bias: -1 or 1, else 0
+            int8_t clamped_end;                        // RelativePosition::clamped_end
             bool has_empty_rows[ceil_div(kRows, 32)];  // for 32 rows each: some see no key or lie beyond the sequence
         };
         Header header;
@@ -85,7 +84,8 @@ struct BwdSharedStorage {
         // With deterministic=True: the semaphore of each warpgroup, and the value at which this CTA may add to dQ.
         int32_t* dq_semaphore;
         int dq_semaphore_value;
-        alignas(16) float lse[kRows];  // times log2(e); inf where a row sees no key
+        // Times log2(e); inf where a row sees no key. In a clamped block less the relative bias, which all scores share.
+        alignas(16) float lse[kRows];
         alignas(16) float delta[kRows];
         // Bit j % 32 of word j / 32: the row sees key j.
         alignas(16) std::conditional_t<Traits::kHasMask, uint32_t[Traits::kWords][kRows], Empty> mask;

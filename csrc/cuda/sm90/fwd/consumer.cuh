@@ -78,14 +78,14 @@ private:
         if constexpr (is_relative(kBias))
             relative_bias_lane_ = RelativeBiasLane(p_.relative_bias, work_tile().first_row, tile_row(), 0);
         has_unscaled_scores_ = params_.softmax.unscaled_scores;
+        if constexpr (kBias == BiasKind::kRelative) shared_end_ = 0, shared_bias_ = 0;
 
         Scores scores;
         Probs probs;
         if (wait_for_keys()) {
             if (Traits::kGathers) fence_proxy_async();  // cp.async writes K through the generic proxy
-            init_scores(scores);
-            warp_scheduler_barrier_sync();
-            gemm_qk(scores);
+            if constexpr (kBias == BiasKind::kRelative) next_shared_end_ = metadata().shared_end;
+            begin_scores(scores);
             warp_scheduler_barrier_arrive();
             load_metadata();
             release_bias();
@@ -93,9 +93,7 @@ private:
             softmax(scores, probs, [] {});
             while (wait_for_keys()) {
                 if (Traits::kGathers) wait_for_values();  // its fence outside the barrier, where it delays nothing else
-                init_scores(scores);
-                warp_scheduler_barrier_sync();
-                gemm_qk(scores);
+                begin_scores(scores);
                 load_metadata();
                 if (!Traits::kGathers) wait_for_values();
                 gemm_pv(probs);
@@ -112,6 +110,30 @@ private:
         }
     }
 
+    // Issues S = Q K^T, which is accumulated onto a key or relative bias.
+    __device__ __forceinline__ void begin_scores(Scores& scores) {
+        if constexpr (kBias == BiasKind::kRelative) {
+            if (next_shared_end_ != shared_end_) change_shared_end();
+            if (shared_end_ != 0) {
+                warp_scheduler_barrier_sync();
+                return gemm_qk<true>(scores);
+            }
+        }
+        init_scores(scores);
+        warp_scheduler_barrier_sync();
+        gemm_qk<!starts_from_bias(kBias)>(scores);
+    }
+    // Scores that share a relative bias leave it out, and so does the base of the softmax: most n_blocks share the bias
+    // of the one before.
+    __device__ __forceinline__ void change_shared_end() {
+        shared_end_ = next_shared_end_;
+        share_bias(shared_end_ != 0 ? metadata().relative_bias.entries[0][0] : 0.f);
+    }
+    __device__ __forceinline__ void share_bias(float bias) {
+        softmax_.shift_base(shared_bias_ - bias, scale_log2());
+        shared_bias_ = bias;
+    }
+
     // Starts the scores from a key or relative bias, before the warp scheduler barrier. Also reads what the softmax
     // tests later, so that it does not wait for shared memory.
     __device__ __forceinline__ void init_scores(Scores& scores) {
@@ -120,18 +142,14 @@ private:
             adds_key_bias_ = metadata().key_bias.has_added();
         }
         if constexpr (Traits::kGathers) find_masked_words();
-        if constexpr (is_relative(kBias)) {
-            const auto& bias = metadata().relative_bias;
-            if (kBias == BiasKind::kRelative && metadata().is_clamped) {
-                fill(scores, bias.entries[0][0] * params_.softmax.inverse_scale);
-            } else {
-                bias.load(scores, relative_bias_lane_, params_.softmax.inverse_scale);
-            }
-        }
+        if constexpr (kBias == BiasKind::kRelative) metadata().relative_bias.load(scores, relative_bias_lane_);
+        if constexpr (kBias == BiasKind::kRelativeGrid)
+            metadata().relative_bias.load(scores, relative_bias_lane_, params_.softmax.inverse_scale);
         if constexpr (starts_from_bias(kBias)) warpgroup_fence_operand(scores);  // not behind the barrier
     }
+    template <bool kZeroInit>
     __device__ __forceinline__ void gemm_qk(Scores& scores) const {
-        gemm_ss<!starts_from_bias(kBias), Major::kK, Major::kK>(
+        gemm_ss<kZeroInit, Major::kK, Major::kK>(
             scores, SmemDescriptor<QueryTile>(smem_.query[query_pipeline_.stage()], warpgroup_ * kWarpgroupRows),
             SmemDescriptor<KvTile>(smem_.key[key_pipeline_.stage()]));
     }
@@ -155,6 +173,7 @@ private:
 
     // Reads what the softmax needs of the n_block while the GEMMs run, so that it does not wait for shared memory.
     __device__ __forceinline__ void load_metadata() {
+        if constexpr (kBias == BiasKind::kRelative) next_shared_end_ = metadata().next_shared_end;
         if constexpr (!Traits::kGathers) {
             is_full_ = metadata().full;
             if constexpr (kBias == BiasKind::kKey) {
@@ -349,6 +368,7 @@ private:
     }
 
     __device__ __forceinline__ void epilogue() {
+        if constexpr (kBias == BiasKind::kRelative) share_bias(0);
         const Sequence& s = work_tile().s;
         const int head = work_tile().head + (has_head_per_warpgroup() ? warpgroup_ : 0);
         T* out = query_rows<T>(p_.out, s, head);
@@ -400,6 +420,8 @@ private:
     bool adds_key_bias_;        // the n_block has parts of a key bias that are added to scaled scores
     Bias bias_;                 // of the n_block, if kHoldsBias
     RelativeBiasLane relative_bias_lane_;
+    int shared_end_, next_shared_end_;  // BlockMetadata::shared_end of the scores and of those that are issued next
+    float shared_bias_;                 // that the scores and the base of the softmax leave out
     FwdSoftmax<T> softmax_;
     float out_[1][kOutFragments][4];
 };

@@ -89,7 +89,8 @@ private:
     // before V of the previous one. Looks one n_block ahead, to know which one is the last.
     __device__ void load(const FwdWorkTile& work_tile) {
         if constexpr (kBias == BiasKind::kKey) begin_key_bias(work_tile);
-        if constexpr (is_relative(kBias)) relative_bias_ = typename Base::RelativeBiasLoader(p_, work_tile);
+        if constexpr (is_relative(kBias))
+            relative_bias_ = typename Base::RelativeBiasLoader(p_, params_.softmax.inverse_scale, work_tile);
         auto blocks = active_blocks(work_tile);
         ActiveBlock block;
         int previous = BlockMetadata::kNoBlock;
@@ -97,7 +98,7 @@ private:
             const bool is_last = !blocks.next();
             if (has_block) {
                 if (previous == BlockMetadata::kNoBlock) load_q(work_tile);
-                produce_k(work_tile, block, is_last);
+                produce_k(work_tile, block, is_last, is_last ? block.n_block : blocks.index());
                 if (previous != BlockMetadata::kNoBlock) load_v(work_tile, previous);
                 previous = block.n_block;
             }
@@ -127,7 +128,7 @@ private:
     }
     __device__ __forceinline__ void commit_key() {
         mbarrier_arrive(key_pipeline_.full());
-        if constexpr (is_relative(kBias)) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+        if constexpr (kBias == BiasKind::kRelativeGrid) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
         key_pipeline_.advance();
     }
 
@@ -139,7 +140,8 @@ private:
             block.intervals.fetch(p_, work_tile.s, work_tile.head, block.n_block * kKeys);
     }
 
-    __device__ __forceinline__ void produce_k(const FwdWorkTile& work_tile, const ActiveBlock& block, bool is_last) {
+    __device__ __forceinline__ void produce_k(const FwdWorkTile& work_tile, const ActiveBlock& block, bool is_last,
+                                              int next_n_block) {
         MaskWords words[kMaskRows];
         if (is_masked(block) && p_.packed_mask.present()) load_mask(words, work_tile, block.n_block);
         key_pipeline_.producer_acquire();
@@ -162,7 +164,8 @@ private:
             metadata.key_bias.store(warp_id(), threadIdx.x, threadIdx.x < kKeys, key_bias,
                                     params_.softmax.inverse_scale);
         if constexpr (is_relative(kBias))
-            relative_bias_.template copy<kThreads>(p_, metadata, block.n_block, static_cast<int>(threadIdx.x));
+            relative_bias_.template copy<kThreads>(p_, metadata, block.n_block, next_n_block,
+                                                   static_cast<int>(threadIdx.x));
         if (is_masked(block) && p_.packed_mask.present()) {
 #pragma unroll
             for (int i = 0; i < kMaskRows; ++i)

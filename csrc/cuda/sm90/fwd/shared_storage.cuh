@@ -70,7 +70,9 @@ struct FwdSharedStorage {
         int n_block;      // not for gathered keys
         bool full;        // mask, causality and lengths mask no score; not for gathered keys
         bool is_last;     // the work tile's last n_block; not for gathered keys
-        bool is_clamped;  // relative bias of one dimension: all scores read the segment's first entry
+        // A relative bias of one dimension, of this n_block and the work tile's next one: -1 or 1 if all scores share the
+        // segment's first entry, the low or the high end of the table; else 0.
+        int8_t shared_end, next_shared_end;
         // Keys that some row sees and that no key bias masks; not for gathered keys.
         alignas(16) uint32_t visible_keys[kWords];
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
@@ -94,10 +96,10 @@ struct FwdSharedStorage {
     PipelineBarriers<Traits::kValueStages> value_pipeline;
     PipelineBarriers<Traits::kBiasStages> bias_pipelines[Traits::kConsumerWarpgroups];
 
-    // At the barrier of a K stage. A thread that copies by cp.async, gathered keys or a relative bias, arrives twice:
-    // after it has written the metadata, and when its copies have completed.
+    // At the barrier of a K stage. A thread that copies by cp.async, gathered keys or a relative bias of a grid, arrives
+    // twice: after it has written the metadata, and when its copies have completed.
     static constexpr int kKeyArrivals =
-        Traits::kGathers || is_relative(kBias) ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
+        Traits::kGathers || kBias == BiasKind::kRelativeGrid ? 2 * kWarpgroupThreads : kProducerThreads<kBias>;
 
     static __device__ int next_work_tile_stage(int stage) { return stage == kWorkTileStages - 1 ? 0 : stage + 1; }
     __device__ FwdWorkTile& work_tile(int stage) { return reinterpret_cast<FwdWorkTile&>(work_tiles[stage]); }

@@ -43,8 +43,7 @@ public:
         bool needs_max = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            shift_[i] = max[i] * scale_log2;
-            needs_max |= !(fabsf(shift_[i]) <= kMaxShift);
+            needs_max |= !set_shift(i, scale_log2);
         }
         if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
     }
@@ -55,7 +54,23 @@ public:
         for (int i = 0; i < 2; ++i) max[i] *= scale;
     }
 
+    // From here on scores are those so far plus `delta`.
+    __device__ __forceinline__ void shift_base(float delta, float scale_log2) {
+        bool needs_max = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            max[i] += delta;
+            needs_max |= !set_shift(i, scale_log2);
+        }
+        if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
+    }
+
 private:
+    // Returns whether exponentials may be computed with the shift.
+    __device__ __forceinline__ bool set_shift(int i, float scale_log2) {
+        shift_[i] = max[i] * scale_log2;
+        return fabsf(shift_[i]) <= kMaxShift;
+    }
     // Returns false, and leaves the sums, if an exponential may exceed 2^kRescaleThreshold.
     template <int kFragments>
     __device__ __forceinline__ bool try_base(const float (&scores)[1][kFragments][4],

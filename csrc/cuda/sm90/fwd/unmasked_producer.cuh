@@ -31,9 +31,10 @@ public:
 
 private:
     // Arrivals at the barrier of a K stage. The warp that writes a key or relative bias beside K arrives by one lane
-    // after the metadata, and by all when their copies of a relative bias have completed. The barrier counts the threads
-    // of FwdMaskedProducer: the thread of K arrives for the rest of them.
-    static constexpr int kBiasArrivals = is_relative(kBias) ? 1 + 32 : kBias == BiasKind::kKey ? 1 : 0;
+    // after the metadata, and by all when their copies for a grid have completed. The barrier counts the threads of
+    // FwdMaskedProducer: the thread of K arrives for the rest of them.
+    static constexpr bool kProducesBias = kBias == BiasKind::kKey || is_relative(kBias);
+    static constexpr int kBiasArrivals = kBias == BiasKind::kRelativeGrid ? 1 + 32 : kProducesBias ? 1 : 0;
     static constexpr int kArrivalsOfK = SharedStorage::kKeyArrivals - kBiasArrivals;
 
     __device__ void produce_k() {
@@ -104,9 +105,10 @@ private:
     }
     __device__ void produce_relative_bias() {
         Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
-            const typename Base::RelativeBiasLoader bias(p_, work_tile);
+            const typename Base::RelativeBiasLoader bias(p_, params_.softmax.inverse_scale, work_tile);
             produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
-                bias.template copy<32>(p_, metadata, n_block, lane_id());
+                constexpr int kStep = kOrder == BlockOrder::kAscending ? 1 : -1;
+                bias.template copy<32>(p_, metadata, n_block, n_block + kStep, lane_id());
             });
         });
     }
@@ -142,7 +144,7 @@ private:
     __device__ __forceinline__ void commit_bias() {
         __syncwarp();
         if (lane_id() == 0) mbarrier_arrive(key_pipeline_.full());
-        if constexpr (is_relative(kBias)) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
+        if constexpr (kBias == BiasKind::kRelativeGrid) cp_async_mbarrier_arrive_noinc(key_pipeline_.full());
         key_pipeline_.advance();
     }
 };

@@ -102,19 +102,21 @@ def test_variable_length(architecture, use):
 
 @CAUSAL
 @ARCHITECTURES
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", [None, "keys", "rows"])
 @pytest.mark.parametrize(
-    "radius, low, high", [(0, 3, 3), (5, 30, -30), (60, -30, 30), (60, 1, -1e38), (130, -1e38, 30)]
+    "radius, low, high",
+    [(0, 3, 3), (5, 30, -30), (60, -30, 30), (60, -1e4, 2), (60, -1e9, 2), (60, 1, -1e38), (130, -1e38, 30)],
 )
-def test_far_keys_share_a_bias(radius, low, high, mask, architecture, causal, use):
-    """Blocks that read one end of the table alone leave it out of their scores: a base and lse account for it."""
+def test_far_keys_share_a_bias(radius, low, high, mask, head_dim, architecture, causal, use):
+    """Blocks that read one end of the table alone leave it out of their scores: the base and lse account for it."""
     use(architecture)
     rows, keys = 1300, 1500
     bias = torch.randn(1, 4, 2 * radius + 1, device="cuda")
     bias[:, ::2, 0], bias[:, ::2, -1] = low, high
     shape = {None: None, "keys": (2, 1, 1, keys), "rows": (2, 2, rows, keys)}[mask]
     visible = None if shape is None else torch.rand(shape, device="cuda") < 0.7
-    check(on_gpu(2, rows, keys, 4, 2, 64), visible, relative_bias=bias, is_causal=causal)
+    check(on_gpu(2, rows, keys, 4, 2, head_dim), visible, relative_bias=bias, is_causal=causal)
 
 
 @pytest.mark.hopper

@@ -30,8 +30,8 @@ __device__ __forceinline__ void add_rows_8_apart(const float (&acc)[kFragments][
             sums[n + 1][e] = n < 0 ? acc[0][2 + e] : n + 1 == kFragments ? acc[n][e] : acc[n][e] + acc[n + 1][2 + e];
 }
 
-// The same of an accumulator in 16 bits, as the A operands of kOperands GEMMs: the rows of two neighbouring fragments,
-// beside each other, times two identity matrices below each other.
+// The same of an accumulator in 16 bits, as the A operands of kOperands GEMMs. A has the first eight rows of fragment n
+// and the last eight of fragment n + 1 side by side; B stacks two 8 x 8 identity matrices.
 template <typename T, int kOperands>
 __device__ __forceinline__ void add_rows_8_apart(const uint32_t (&operand)[kOperands][4],
                                                  SumsOfRows8Apart<2 * kOperands>& sums) {

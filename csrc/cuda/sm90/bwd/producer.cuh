@@ -175,12 +175,14 @@ private:
             if constexpr (kBias == BiasKind::kRelative) {
                 position = bias.row_part(first) + bias.key_part(first_key());
                 clamped_end = bias.clamped_end(position - (kRows - 1), position + kKeys - 1);
+                const float shared = clamped_end != 0 ? bias[position] : 0.f;
+                if (shared == -kInfinity) {
+                    clamped_end = 0;  // an infinite lse would mark empty rows
+                } else if (!stats.is_empty()) {
+                    stats.lse -= shared * kLog2E;
+                }
             }
-            if (clamped_end != 0) {
-                if (!stats.is_empty()) stats.lse -= bias[position] * kLog2E;
-            } else {
-                load_relative_bias(relative_bias, bias, first);
-            }
+            if (clamped_end == 0) load_relative_bias(relative_bias, bias, first);
         }
         issue_tma_loads(head, m_block);
         if (threadIdx.x < kRowDataThreads) {

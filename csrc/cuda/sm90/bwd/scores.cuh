@@ -33,7 +33,7 @@ protected:
     static constexpr bool kHasEarlyFragments =
         kBias == BiasKind::kNone || (kFragments > 8 && (kBias == BiasKind::kKey || kBias == BiasKind::kRelative));
     static constexpr int kEarlyFragments = !Traits::kSharesKeys && kHasEarlyFragments ? 8 : 0;
-    // Whether a bias is added after Q K^T. kUnlessClamped: as is_clamped() says, at run time.
+    // Whether a bias is added after Q K^T. kUnlessClamped: tests is_clamped() at run time.
     enum class AddsBias { kNo, kYes, kUnlessClamped };
     static constexpr AddsBias kAddsBias =
         kBias == BiasKind::kNone || SharedStorage::kStartsFromBias ? AddsBias::kNo : AddsBias::kYes;
@@ -164,7 +164,7 @@ protected:
         for_each_score<true, true, kAddsBias, 0, kFragments>(lse, has_bits(), take);
     }
 
-    // Whether all scores read the same entry of a relative bias, which lse includes.
+    // Whether all scores read the same entry of a relative bias, which the producer has subtracted from lse.
     __device__ bool is_clamped() const {
         if constexpr (kBias != BiasKind::kRelative) return false;
         return __any_sync(~0u, header_.clamped_end != 0);
@@ -175,7 +175,7 @@ protected:
 private:
     __device__ bool has_bits() const { return masks_scores<Traits, kBias>(p_) && !header_.is_full_block; }
     // With a relative bias only clamped blocks without a mask have early fragments.
-    static constexpr int early_fragments(AddsBias adds_bias) {
+    static constexpr __host__ __device__ int early_fragments(AddsBias adds_bias) {
         return kBias == BiasKind::kRelative && adds_bias != AddsBias::kNo ? 0 : kEarlyFragments;
     }
     // Calls compute(has_ranges, has_bits, adds_bias), std::integral_constants. has_ranges: some rows are out of a key's
@@ -189,8 +189,8 @@ private:
         const bool in_range = __all_sync(~0u, covers(rows_[0]) && covers(rows_[1]));
         constexpr std::true_type kTrue;
         constexpr std::false_type kFalse;
-        // Where masked blocks may be clamped. With 128 rows those without a mask test it, too: the compiler would move
-        // loads of the bias without a condition ahead, and spill registers.
+        // Masked blocks may be clamped, so they test it at run time. With 128 rows those without a mask do, too: the
+        // compiler would move unconditional loads of the bias ahead, and spill registers.
         constexpr AddsBias kMasked = kBias == BiasKind::kRelative ? AddsBias::kUnlessClamped : kAddsBias;
         constexpr std::integral_constant<AddsBias, kMasked> kMaskedAdds;
         constexpr std::integral_constant<AddsBias, kFragments <= 8 ? kAddsBias : kMasked> kUnmaskedAdds;

@@ -84,7 +84,7 @@ struct BwdSharedStorage {
         // With deterministic=True: the semaphore of each warpgroup, and the value at which this CTA may add to dQ.
         int32_t* dq_semaphore;
         int dq_semaphore_value;
-        // Times log2(e); inf where a row sees no key. In a clamped block less the relative bias, which all scores share.
+        // Times log2(e); inf where a row sees no key. In a clamped block minus the relative bias that all scores share.
         alignas(16) float lse[kRows];
         alignas(16) float delta[kRows];
         // Bit j % 32 of word j / 32: the row sees key j.

@@ -123,8 +123,8 @@ private:
         warp_scheduler_barrier_sync();
         gemm_qk<!starts_from_bias(kBias)>(scores);
     }
-    // Scores that share a relative bias leave it out, and so does the base of the softmax: most n_blocks share the bias
-    // of the one before.
+    // Scores that share a relative bias leave it out, and so does the base of the softmax. The base rarely changes:
+    // neighbouring n_blocks mostly share the same end of the table.
     __device__ __forceinline__ void change_shared_end() {
         shared_end_ = next_shared_end_;
         share_bias(shared_end_ != 0 ? metadata().relative_bias.entries[0][0] : 0.f);

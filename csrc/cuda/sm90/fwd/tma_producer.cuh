@@ -96,17 +96,11 @@ protected:
     class RelativeBiasLoader {
     public:
         RelativeBiasLoader() = default;
-        // factor: of the entries in shared memory, in one dimension
+        // In one dimension the entries are multiplied by `factor`.
         __device__ __forceinline__ RelativeBiasLoader(const FwdArgs& p, float factor, const FwdWorkTile& work_tile)
             : bias_(p.relative_bias, work_tile.s, relative_bias_entries(p, work_tile.s.batch, work_tile.head)),
               last_row_(bias_.row_part(work_tile.first_row + kRows - 1)),
-              size_(SharedStorage::RelativeSegment::size(p.relative_bias)), factor_(factor) {
-            if constexpr (kBias == BiasKind::kRelative) {
-                const auto is_small = [&](int position) { return fabsf(bias_.load(position) * factor) <= FLT_MAX / 4; };
-                shares_low_ = is_small(INT_MIN);
-                shares_high_ = is_small(INT_MAX);
-            }
-        }
+              size_(SharedStorage::RelativeSegment::size(p.relative_bias)), factor_(factor) {}
 
         // Copies the entries of an n_block, those of a grid by cp.async. kThreads threads call, at least kKeys / 16.
         template <int kThreads>
@@ -117,14 +111,16 @@ protected:
             segment.begin(p.relative_bias, first_key, thread);
             if constexpr (kBias == BiasKind::kRelative) {
                 const int end = shared_end(n_block), size = end != 0 ? 1 : size_;
-                constexpr int kEntries = ceil_div(segment.kMaxEntries, kThreads);  // of a thread
-                float entries[kEntries];
+                constexpr int kLoads = 5;  // at once: more spill registers
+                for (int from = thread; from < size; from += kLoads * kThreads) {
+                    float entries[kLoads];
 #pragma unroll
-                for (int i = 0; i < kEntries; ++i)
-                    if (const int at = thread + i * kThreads; at < size) entries[i] = bias_.load(first + at);
+                    for (int i = 0; i < kLoads; ++i)
+                        if (const int at = from + i * kThreads; at < size) entries[i] = bias_.load(first + at);
 #pragma unroll
-                for (int i = 0; i < kEntries; ++i)
-                    if (const int at = thread + i * kThreads; at < size) segment.store(at, entries[i] * factor_);
+                    for (int i = 0; i < kLoads; ++i)
+                        if (const int at = from + i * kThreads; at < size) segment.store(at, entries[i] * factor_);
+                }
                 if (thread != 0) return;
                 metadata.shared_end = static_cast<int8_t>(end);
                 metadata.next_shared_end = static_cast<int8_t>(shared_end(next_n_block));
@@ -135,18 +131,18 @@ protected:
 
     private:
         // The end of the table that all scores of an n_block read (RelativePosition::clamped_end), if they can share its
-        // entry: a base of the softmax that leaves it out stays finite.
+        // entry: leaving out a larger one, or -inf or NaN, would round the base of the softmax.
         __device__ __forceinline__ int shared_end(int n_block) const {
+            constexpr float kMaxShared = 128;
             const int first = last_row_ + bias_.key_part(n_block * kKeys);
             const int end = bias_.clamped_end(first, first + size_ - 1);
-            return (end < 0 ? shares_low_ : shares_high_) ? end : 0;
+            return end != 0 && fabsf(bias_.load(first)) <= kMaxShared ? end : 0;
         }
 
         RelativeBias bias_;  // of the work tile
         int last_row_;       // row_part() of the work tile's last row
         int size_;           // of a segment
         float factor_;
-        bool shares_low_, shares_high_;
     };
 
     // One thread loads the dense bias of all MMA warpgroups, apart from K: the bias has the longest latency.

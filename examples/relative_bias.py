@@ -50,7 +50,7 @@ class Config:
 
     def __post_init__(self):
         check_positive(self, "steps", "batch_size", "size", "width", "heads", "lr")
-        if not 0 < self.lag < self.size:
+        if self.kind != IMAGE and not 0 < self.lag < self.size:
             raise ValueError(f"lag must be from 1 to below size ({self.size}), got {self.lag}")
         if self.width % self.heads:
             raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")

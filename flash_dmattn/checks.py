@@ -169,9 +169,13 @@ def check_call(backend: ModuleType, call: Call) -> None:
             raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
         if call.return_attn_probs:
             raise ValueError("return_attn_probs does not support cache_seqlens, got both")
-        # The operator checks the others; it gets neither sinks nor a bias that is constant along the keys.
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (call.sinks, call.attn_bias)):
-            raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
+        if torch.is_grad_enabled():
+            for name in ("query", "key", "value", "attn_bias", "relative_bias", "sinks"):
+                if (tensor := getattr(call, name)) is not None and tensor.requires_grad:
+                    raise ValueError(
+                        f"{name} must not require grad: cache_seqlens is for inference, and has no gradients; call "
+                        "under torch.no_grad()"
+                    )
     if call.window_size is not None:
         check_window(call.attn_mask, call.attn_bias, call.query, call.key, call.is_causal, call.varlen is not None)
 
@@ -264,7 +268,13 @@ def check_relative_bias(call: Call) -> None:
         raise ValueError(f"grid is for fixed length, got grid={grid} and cu_seqlens_q")
     if bias is None:
         raise ValueError(f"grid comes with relative_bias ({{B|1}}, {{H|Hkv|1}}, 2h - 1, 2w - 1), got grid={grid} alone")
+    buckets = "flash_dmattn.relative.t5 makes the table of an embedding of distance buckets"
+    if isinstance(bias, torch.nn.Embedding):
+        raise TypeError(f"relative_bias must be a torch.Tensor, got Embedding: {buckets}")
     require_tensor("relative_bias", bias)
+    heads = call.query.shape[-2]
+    if grid is None and bias.ndim == 2 and bias.shape[1] == heads != bias.shape[0]:
+        raise ValueError(f"relative_bias must be ({{B|1}}, {{H|Hkv|1}}, 2R + 1), got shape {shape_of(bias)}: {buckets}")
     if grid is None and bias.ndim == 4:
         raise ValueError(f"relative_bias of four dimensions comes with grid=(h, w), got shape {shape_of(bias)} alone")
     if grid is not None:
@@ -272,9 +282,11 @@ def check_relative_bias(call: Call) -> None:
         if call.cache_seqlens is not None:
             raise ValueError(f"grid does not support cache_seqlens, got grid={call.grid} and cache_seqlens")
         if bias.ndim != 4 or bias.shape[2:] != (2 * height - 1, 2 * width - 1):
+            fits = bias.ndim == 3 and bias.shape[1:] == (2 * height - 1, 2 * width - 1)
+            hint = ": pass relative_bias[None]" if fits else ""
             raise ValueError(
                 f"relative_bias must be ({{B|1}}, {{H|Hkv|1}}, {2 * height - 1}, {2 * width - 1}) with "
-                f"grid={call.grid}, got shape {shape_of(bias)}"
+                f"grid={call.grid}, got shape {shape_of(bias)}{hint}"
             )
         lengths = call.query.shape[1], call.key.shape[1]
         if lengths != (height * width, height * width):

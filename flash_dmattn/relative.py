@@ -37,7 +37,8 @@ def t5(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> Te
     bidirectional: keys after the row use the second half of the buckets; else they are in bucket 0.
 
     Args:
-        table: (buckets, H), `relative_attention_bias.weight` of a T5 model.
+        table: (buckets, H), `relative_attention_bias.weight` of a T5 model. T5 does not scale its scores: with such
+            weights pass `softmax_scale=1.0` to the attention function.
         bidirectional: True for an encoder, False for a decoder.
         max_distance: `relative_attention_max_distance` of the model's config. Farther keys share the last bucket.
 
@@ -233,9 +234,9 @@ def dense(relative_bias: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
                 f"{seqlen_q} and {seqlen_k}"
             )
         down, right = rows // width - keys // width, rows % width - keys % width
-        return relative_bias[:, :, down + height - 1, right + width - 1]
+        return entries_at(relative_bias, down + height - 1, right + width - 1)
     radius = relative_bias.shape[2] // 2
-    return relative_bias[:, :, (keys - rows - (seqlen_k - seqlen_q)).clamp(-radius, radius) + radius]
+    return entries_at(relative_bias, (keys - rows - (seqlen_k - seqlen_q)).clamp(-radius, radius) + radius)
 
 
 def shifted(relative_bias: Tensor, shift: int | Tensor, max_shift: int | None = None) -> Tensor:
@@ -243,7 +244,13 @@ def shifted(relative_bias: Tensor, shift: int | Tensor, max_shift: int | None = 
     |shift| and by default |shift| itself, so that its clamped entries are those of `relative_bias`."""
     radius = relative_bias.shape[2] // 2
     distance = distances(radius + (abs(shift) if max_shift is None else max_shift), relative_bias.device)
-    return relative_bias[:, :, (distance + shift).clamp(-radius, radius) + radius]
+    return entries_at(relative_bias, (distance + shift).clamp(-radius, radius) + radius)
+
+
+def entries_at(relative_bias: Tensor, *indices: Tensor) -> Tensor:
+    """The entries of a table at `indices` of its last dimensions, in its dtype. The gradient of an entry is summed in
+    float32: PyTorch sums that of an index in the tensor's dtype, and a sum of 16 bits stops growing."""
+    return wide(relative_bias)[(slice(None), slice(None), *indices)].to(relative_bias.dtype)
 
 
 def wide(parameters: Tensor) -> Tensor:

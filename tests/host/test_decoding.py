@@ -358,13 +358,14 @@ def test_cache_errors(device):
 
 
 @on_devices
-@pytest.mark.parametrize("name", ["sinks", "attn_bias"])
-def test_a_tensor_that_the_operator_does_not_get_has_no_gradient_either(device, name):
+@pytest.mark.parametrize("name", ["sinks", "attn_bias", "relative_bias"])
+def test_other_tensors_have_no_gradient_either(device, name):
     """attn_bias: constant along the keys."""
     (query, key, value), _ = problem(device)
-    tensor = torch.zeros(query.shape[2] if name == "sinks" else (1, 1, query.shape[1], 1), device=device)
+    shapes = {"sinks": query.shape[2], "attn_bias": (1, 1, query.shape[1], 1), "relative_bias": (1, 1, 9)}
+    tensor = torch.zeros(shapes[name], device=device)
     options = {name: tensor.requires_grad_(), "cache_seqlens": torch.full((2,), 7, dtype=torch.int32, device=device)}
-    with pytest.raises(ValueError, match="cache_seqlens is for inference"):
+    with pytest.raises(ValueError, match=f"{name} must not require grad: cache_seqlens is for inference"):
         flash_dmattn_func(query, key, value, **options)
     with torch.no_grad():
         flash_dmattn_func(query, key, value, **options)

@@ -406,6 +406,21 @@ FIXED = {
         ValueError,
         r"relative_bias must be .*, got shape \(2, 9\)$",
     ),
+    "relative_bias of T5's buckets": (
+        lambda: call(relative_bias=torch.zeros(32, 4)),
+        ValueError,
+        r"relative_bias must be .*, got shape \(32, 4\): flash_dmattn.relative.t5 makes the table of an embedding",
+    ),
+    "relative_bias is an embedding": (
+        lambda: call(relative_bias=torch.nn.Embedding(32, 4)),
+        TypeError,
+        "relative_bias must be a torch.Tensor, got Embedding: flash_dmattn.relative.t5 makes the table",
+    ),
+    "relative_bias of a grid without a batch": (
+        lambda: call(relative_bias=torch.zeros(4, 3, 5), grid=(2, 3)),
+        ValueError,
+        r"relative_bias must be .* with grid=\(2, 3\), got shape \(4, 3, 5\): pass relative_bias\[None\]$",
+    ),
     "relative_bias of one dimension": (
         lambda: call(relative_bias=torch.zeros(9)),
         ValueError,

@@ -23,6 +23,21 @@ def test_dense():
     assert relative.dense(grid, 4, 4)[0, 0].tolist() == [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_summed_in_float32(dtype):
+    """PyTorch sums those of an index in 16 bits, where adding 1 has no effect from 256 or 2048 on."""
+    table = torch.zeros(1, 1, 2 * 64 + 1, dtype=dtype, requires_grad=True)
+    relative.dense(table, 200, 200).sum().backward()
+    far = torch.tensor(sum(range(1, 137)), dtype=dtype).item()  # rows 64 to 199 see 1 to 136 keys at an end
+    assert table.grad.dtype == dtype and table.grad[0, 0, [0, -1]].tolist() == [far, far]
+    grid = torch.zeros(1, 1, 63, 63, dtype=dtype, requires_grad=True)
+    relative.dense(grid, 1024, 1024).sum().backward()
+    assert grid.grad[0, 0, 31, 30:33].tolist() == [992, 1024, 992]
+    shifted = torch.zeros(1, 1, 2 * 4 + 1, dtype=dtype, requires_grad=True)
+    relative.shifted(shifted, 3000).sum().backward()
+    assert shifted.grad[0, 0, -1] == torch.tensor(6001, dtype=dtype) and shifted.grad[0, 0, 0] == 1
+
+
 def test_shifted():
     table = torch.randn(1, 2, 2 * 6 + 1)
     for shift in (-9, -1, 0, 4, 30):

@@ -162,6 +162,20 @@ auto make_node() {
     }
 }
 
+// Attention over a cache has none.
+void refuse_gradients(const Inputs& in) {
+    const auto refuse = [](const char* name, const auto& tensor) {
+        TORCH_CHECK_VALUE(!needs_grad(tensor), name,
+                          " must not require grad: cache_seqlens is for inference, and has no gradients; call under "
+                          "torch.no_grad()");
+    };
+    refuse("query", in.query);
+    refuse("key", in.key);
+    refuse("value", in.value);
+    refuse("attn_bias", in.bias);
+    refuse("relative_bias", in.relative_bias);
+}
+
 template <typename... Arguments>
 ForwardResult forward(Arguments... arguments) {
     const Inputs inputs{std::move(arguments)...};
@@ -169,8 +183,7 @@ ForwardResult forward(Arguments... arguments) {
         at::AutoDispatchBelowADInplaceOrView below;
         return call_attention_forward(inputs);
     }
-    TORCH_CHECK_VALUE(!inputs.seqused_k,
-                      "cache_seqlens is for inference, and has no gradients: call under torch.no_grad()");
+    if (inputs.seqused_k) refuse_gradients(inputs);
     if (const auto& transforms = at::functorch::functorchTLSAccessor()) transforms->checkSupportsCppAutogradFunction();
     ForwardResult result;
     {

@@ -42,8 +42,13 @@ class Forward(Operator):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        if Arguments(*inputs).seqused_k is not None and any(ctx.needs_input_grad):
-            raise ValueError("cache_seqlens is for inference, and has no gradients: call under torch.no_grad()")
+        if Arguments(*inputs).seqused_k is not None:
+            for name, needs_grad in zip(Arguments._fields, ctx.needs_input_grad):
+                if needs_grad:
+                    raise ValueError(
+                        f"{'attn_bias' if name == 'bias' else name} must not require grad: cache_seqlens is for "
+                        "inference, and has no gradients; call under torch.no_grad()"
+                    )
         ctx.set_materialize_grads(False)
         tensors = (x if isinstance(x, Tensor) else None for x in inputs)
         ctx.save_for_backward(*output, *map(savable, tensors))

@@ -351,7 +351,7 @@ def test_cache_errors(device):
         with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 300, the keys of key, got 301"):
             call(filled + 1)
     query.requires_grad_()
-    with pytest.raises(ValueError, match="cache_seqlens is for inference"):
+    with pytest.raises(ValueError, match="query must not require grad: cache_seqlens is for inference"):
         call(filled)
     with torch.no_grad():
         call(filled)

@@ -169,13 +169,13 @@ def check_call(backend: ModuleType, call: Call) -> None:
             raise ValueError(f"cache_seqlens is for the backends 'cuda' and 'cpu', got the backend '{backend.NAME}'")
         if call.return_attn_probs:
             raise ValueError("return_attn_probs does not support cache_seqlens, got both")
-        if torch.is_grad_enabled():
-            for name in ("query", "key", "value", "attn_bias", "relative_bias", "sinks"):
-                if (tensor := getattr(call, name)) is not None and tensor.requires_grad:
-                    raise ValueError(
-                        f"{name} must not require grad: cache_seqlens is for inference, and has no gradients; call "
-                        "under torch.no_grad()"
-                    )
+        # The operator checks the others; it gets neither sinks nor a bias that is constant along the keys.
+        for name, tensor in (("attn_bias", call.attn_bias), ("sinks", call.sinks)):
+            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{name} must not require grad: cache_seqlens is for inference, and has no gradients; call under "
+                    "torch.no_grad()"
+                )
     if call.window_size is not None:
         check_window(call.attn_mask, call.attn_bias, call.query, call.key, call.is_causal, call.varlen is not None)
 

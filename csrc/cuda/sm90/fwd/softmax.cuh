@@ -40,12 +40,7 @@ public:
         } else {
             --skips_;
         }
-        bool needs_max = false;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            needs_max |= !set_shift(i, scale_log2);
-        }
-        if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
+        set_shifts(scale_log2);
     }
 
     // From here on scores are those so far times `scale`.
@@ -56,20 +51,21 @@ public:
 
     // From here on scores are those so far plus `delta`.
     __device__ __forceinline__ void shift_base(float delta, float scale_log2) {
-        bool needs_max = false;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            max[i] += delta;
-            needs_max |= !set_shift(i, scale_log2);
-        }
-        if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
+        for (int i = 0; i < 2; ++i) max[i] += delta;
+        set_shifts(scale_log2);
     }
 
 private:
-    // Returns whether exponentials may be computed with the shift.
-    __device__ __forceinline__ bool set_shift(int i, float scale_log2) {
-        shift_[i] = max[i] * scale_log2;
-        return fabsf(shift_[i]) <= kMaxShift;
+    // After the bases have changed. Exponentials are not tried with a base that is too large, or that a row lacks.
+    __device__ __forceinline__ void set_shifts(float scale_log2) {
+        bool needs_max = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            shift_[i] = max[i] * scale_log2;
+            needs_max |= !(fabsf(shift_[i]) <= kMaxShift);
+        }
+        if (skips_ == 0 && __any_sync(~0u, needs_max)) skips_ = 1;
     }
     // Returns false, and leaves the sums, if an exponential may exceed 2^kRescaleThreshold.
     template <int kFragments>

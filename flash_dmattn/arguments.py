@@ -56,6 +56,15 @@ def require_dense(name: str, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense torch.Tensor, got a {kind} one")
 
 
+def require_no_grad(name: str, tensor: Tensor | None, what: str) -> None:
+    """For calls that have no gradients. `what` is what makes them so."""
+    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must not require grad: {what} is for inference, and has no gradients; call it under "
+            "torch.no_grad()"
+        )
+
+
 def require_floating(name: str, value: object) -> None:
     require_tensor(name, value)
     if not value.is_floating_point():

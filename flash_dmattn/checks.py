@@ -23,6 +23,7 @@ from .arguments import (
     require_floating,
     require_given,
     require_max_seqlen,
+    require_no_grad,
     require_number,
     require_tensor,
     shape_of,
@@ -171,11 +172,7 @@ def check_call(backend: ModuleType, call: Call) -> None:
             raise ValueError("return_attn_probs does not support cache_seqlens, got both")
         # The operator checks the others; it gets neither sinks nor a bias that is constant along the keys.
         for name, tensor in (("attn_bias", call.attn_bias), ("sinks", call.sinks)):
-            if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    f"{name} must not require grad: cache_seqlens is for inference, and has no gradients; call under "
-                    "torch.no_grad()"
-                )
+            require_no_grad(name, tensor, "cache_seqlens")
     if call.window_size is not None:
         check_window(call.attn_mask, call.attn_bias, call.query, call.key, call.is_causal, call.varlen is not None)
 

@@ -15,6 +15,7 @@ from .arguments import (
     require_float32_or,
     require_length,
     require_max_seqlen,
+    require_no_grad,
     require_tensor,
     shape_of,
 )
@@ -177,11 +178,7 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
                 f"{name} must not be a view whose negation is yet to be done (is_neg()), since new tokens are written "
                 f"into it: pass {name}.resolve_neg()"
             )
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; "
-                "call it under torch.no_grad()"
-            )
+        require_no_grad(name, tensor, "flash_dmattn_with_kvcache")
 
 
 def refuse_transforms(tensors: dict[str, Tensor | None]) -> None:

@@ -84,7 +84,7 @@ def listed_keys(lists: KeyLists, batch: int, head: int, tile: int) -> Tensor:
     spans = lists.kv_indptr[:, entry("batch", batch, lists.batches), entry("head", head, lists.heads)]
     begin, end = spans[:, 0 if lists.row_broadcast else tile].tolist()
     keys = lists.kv_indices[begin:end]
-    return keys[keys >= 0].long()
+    return keys[keys >= 0].long().sort().values
 
 
 def sums_of(counts: Tensor, width: int) -> Tensor:

@@ -166,7 +166,7 @@ auto make_node() {
 void refuse_gradients(const Inputs& in) {
     const auto refuse = [](const char* name, const auto& tensor) {
         TORCH_CHECK_VALUE(!needs_grad(tensor), name,
-                          " must not require grad: cache_seqlens is for inference, and has no gradients; call under "
+                          " must not require grad: cache_seqlens is for inference, and has no gradients; call it under "
                           "torch.no_grad()");
     };
     refuse("query", in.query);

@@ -109,6 +109,13 @@ void backward_cuda(BwdParams& p, const Inputs& in) {
     const c10::cuda::CUDAGuard guard(in.query.device());
     const cudaStream_t stream = current_stream();
     const Tensor mask = prepare_mask(p, in, stream);
+    Tensor sorted_keys;
+    if (p.deterministic && p.lists.present() && p.intervals.present()) {
+        // Additions are ordered by the position of the key.
+        sorted_keys = at::empty({p.lists.capacity}, in.kv_indices->options());
+        merge_bounded_lists_cuda(p.lists, sorted_keys.data_ptr<int32_t>(), stream);
+        p.lists.keys = sorted_keys.const_data_ptr<int32_t>();
+    }
     for_each_dispatch(p, [&](const BwdParams& params) {
         const cuda::BwdPlan plan = cuda::plan_bwd(params);
         const Tensor memory = workspace(plan.workspace_bytes, in.query);

@@ -57,7 +57,8 @@ class KeyLists(Container, Mask):
     these are edited in place, they no longer fit the lists.
 
     Attributes:
-        kv_indices: int32 (capacity): list after list, each ascending and padded with -1 to a multiple of 64.
+        kv_indices: int32 (capacity): list after list, each padded with -1 to a multiple of 64. A list ascends; on CUDA,
+            of a top-k mask, it has two parts that ascend, the second of keys that not all of its rows see.
         kv_indptr: int64 (2, batches, heads, m_blocks): where each list begins and ends in `kv_indices`.
         kv_row_bits: int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see
             it, or where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
@@ -259,6 +260,13 @@ class KeyLists(Container, Mask):
         """The device of the lists."""
         return self.kv_indices.device
 
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> KeyLists:
+        """The same lists on another device. On the CPU they ascend."""
+        moved = super().to(device, non_blocking)
+        if self.device.type != "cuda" or moved.device.type != "cpu" or self.intervals is None:
+            return moved
+        return replace(moved, kv_indices=ascending(self).to(device, non_blocking=non_blocking))
+
     def lengths(self) -> Tensor:
         """int64 (batches, heads, m_blocks): the length of each list, with its padding."""
         return self.kv_indptr[1] - self.kv_indptr[0]
@@ -407,6 +415,19 @@ def check_lists(lists: KeyLists, query: Tensor, key: Tensor, problem: Problem) -
         matters = name == "cu_seqlens_k" or not lists.row_broadcast
         if matters and is_host_readable(built) and not torch.equal(built, given):
             raise ValueError(f"attn_mask holds lists of other sequences: {name} differs")
+
+
+def ascending(lists: KeyLists) -> Tensor:
+    """`kv_indices` of an interval mask with each list sorted, as the CPU kernels need it, and -1 between lists."""
+    begins, ends = lists.kv_indptr.flatten(1)
+    if not begins.numel():
+        return lists.kv_indices
+    at = torch.arange(len(lists.kv_indices), device=lists.device)
+    owner = torch.searchsorted(begins.contiguous(), at, right=True) - 1  # -1 before the first list
+    is_listed = (owner >= 0) & (at < ends[owner.clamp(min=0)]) & (lists.kv_indices >= 0)
+    keys = torch.where(is_listed, lists.kv_indices, lists.seqlen_k)
+    order = (owner * (lists.seqlen_k + 1) + keys).argsort()
+    return torch.where(is_listed, lists.kv_indices, -1)[order]
 
 
 # Builders. Their inputs have been checked

@@ -1,5 +1,7 @@
 """Key lists against dense masks, and the masks for which they are selected."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import inputs, rand_intervals, rand_mask
@@ -97,6 +99,21 @@ def test_a_bound_beyond_64_bits():
         for sparse in ("auto", "tiles", "lists"):
             options = {"is_causal": True, "window_size": window_size, "sparse": sparse}
             torch.testing.assert_close(flash_dmattn_func(*tensors, None, bias, **options), expected)
+
+
+def test_ascending_sorts_each_list():
+    both = KeyLists.build(KeyIntervalMask.topk(torch.randn(2, 2, 400), 60), 400, is_causal=True)
+    for lists in (both, both[0], both[1]):
+        spans = lists.kv_indptr.flatten(1).T.tolist()
+        mixed = torch.randint(400, both.kv_indices.shape, dtype=torch.int32)  # between lists anything
+        for begin, end in spans:
+            keys = lists.kv_indices[begin:end]
+            count = int((keys >= 0).sum())
+            mixed[begin:end] = torch.cat([keys[:count][torch.randperm(count)], keys[count:]])
+        ordered = lists_module.ascending(replace(lists, kv_indices=mixed))
+        assert all(torch.equal(ordered[slice(*span)], lists.kv_indices[slice(*span)]) for span in spans)
+    none = KeyLists.build(KeyIntervalMask.causal(0, 5), 0)
+    assert torch.equal(lists_module.ascending(none), none.kv_indices)
 
 
 def test_repr_lengths_density_and_dense_form():

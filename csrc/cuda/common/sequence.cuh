@@ -43,6 +43,17 @@ __device__ __forceinline__ int shared_head(int head, int64_t heads, int64_t view
     return head / (static_cast<int>(heads) / static_cast<int>(view_heads));
 }
 
+// A query head with its KV head. Views have H, Hkv or 1 heads: to find theirs needs no other division.
+struct QueryHead {
+    int index, kv_head;
+
+    __device__ QueryHead(const AttentionParams& p, int head)
+        : index(head), kv_head(shared_head(head, p.heads, p.kv_heads)) {}
+};
+__device__ __forceinline__ int shared_head(const QueryHead& head, int64_t heads, int64_t view_heads) {
+    return view_heads == heads ? head.index : view_heads == 1 ? 0 : head.kv_head;
+}
+
 // The batch element of a mask, a bias or lists that a sequence uses.
 template <typename View>
 __device__ __forceinline__ int shared_batch(const View& view, const Sequence& s) {
@@ -78,8 +89,11 @@ __device__ __forceinline__ const uint32_t* mask_words(const AttentionParams& p, 
            shared_head(head, p.heads, mask.heads) * mask.bits_head_stride + s.first_row * mask.bits_row_stride;
 }
 // The offset of a sequence's first score in one head, in elements. Add row * row_stride + key * col_stride. With
-// variable length the scores start at the first key where the view is per key, else at the first row.
-__device__ __forceinline__ int64_t score_offset(const ScoreView& view, const Sequence& s, int head, int64_t heads) {
+// variable length the scores start at the first key where the view is per key, else at the first row. Head: int or
+// QueryHead.
+template <typename Head>
+__device__ __forceinline__ int64_t score_offset(const ScoreView& view, const Sequence& s, const Head& head,
+                                                int64_t heads) {
     return shared_batch(view, s) * view.batch_stride + shared_head(head, heads, view.heads) * view.head_stride +
            (view.per_key ? s.first_key * view.col_stride : s.first_row * view.row_stride);
 }

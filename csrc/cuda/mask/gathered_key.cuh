@@ -12,8 +12,9 @@ struct PrefetchedKey {
     KeyBiasBits bias;
 };
 
-// Where the biases of a list start: the list's own, by entry, or the sequence's, by key.
-__device__ __forceinline__ const char* list_bias_data(const AttentionParams& p, const Sequence& s, int head,
+// Where the biases of a list start: the list's own, by entry, or the sequence's, by key. Head: int or QueryHead.
+template <typename Head>
+__device__ __forceinline__ const char* list_bias_data(const AttentionParams& p, const Sequence& s, const Head& head,
                                                       const KeyList& list) {
     if (p.lists.biases == nullptr) return bias_data(p.bias, score_offset(p.bias, s, head, p.heads));
     const char* const biases = static_cast<const char*>(p.lists.biases);
@@ -29,8 +30,8 @@ __device__ __forceinline__ KeyBiasBits load_list_bias(const AttentionParams& p, 
 template <typename T, BiasKind kBias>
 class ListReader {
 public:
-    __device__ ListReader(const AttentionParams& p, const Sequence& s, int head, int first_row, const KeyList& list,
-                          int rows = KeyListsView::kRows)
+    __device__ ListReader(const AttentionParams& p, const Sequence& s, const QueryHead& head, int first_row,
+                          const KeyList& list, int rows = KeyListsView::kRows)
         : p_(p), s_(s), list_(list), first_row_(first_row), end_row_(first_row + rows) {
         if (kBias == BiasKind::kKey) bias_ = list_bias_data(p, s, head, list);
     }

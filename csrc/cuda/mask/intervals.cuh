@@ -14,8 +14,9 @@ struct RowRange {
     __device__ bool empty() const { return begin >= end; }
 };
 
-// Offset of the interval of a sequence's first key for one head; add `key * col_stride`.
-__device__ __forceinline__ int64_t interval_offset(const IntervalView& view, const Sequence& s, int head,
+// Offset of the interval of a sequence's first key for one head; add `key * col_stride`. Head: int or QueryHead.
+template <typename Head>
+__device__ __forceinline__ int64_t interval_offset(const IntervalView& view, const Sequence& s, const Head& head,
                                                    int64_t heads) {
     return (view.batches > 1 ? s.batch * view.batch_stride : 0) +
            shared_head(head, heads, view.heads) * view.head_stride + s.first_key * view.col_stride;

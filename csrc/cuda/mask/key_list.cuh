@@ -52,8 +52,9 @@ struct KeyList {
     const int32_t* end;
     int64_t col_stride;
 
-    // The list for row `row` of query head `head`.
-    __device__ KeyList(const AttentionParams& p, const Sequence& s, int head, int row) {
+    // The list for row `row` of query head `head`, an int or a QueryHead.
+    template <typename Head>
+    __device__ KeyList(const AttentionParams& p, const Sequence& s, const Head& head, int row) {
         const KeyListsView& lists = p.lists;
         const int64_t m_block = lists.num_m_blocks > 1 ? row / lists.m_block_rows : 0;
         const int64_t batch = shared_batch(lists, s);

@@ -30,6 +30,17 @@ constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     throw std::logic_error("head dimension");
 }
 
+constexpr FwdTileSizes gathered_fwd_tile_sizes(int head_dim) {
+    switch (head_dim) {
+        case 64: return {2, 128, 1, 4, 4, 0};
+        case 96: return {2, 128, 1, 2, 3, 0};
+        case 128: return {2, 128, 1, 2, 3, 0};
+        case 192: return {2, 64, 1, 2, 3, 0};
+        case 256: return {2, 64, 1, 2, 2, 0};
+    }
+    throw std::logic_error("head dimension");
+}
+
 // Query rows of an m_block, keys of an n_block.
 struct BwdTileSizes {
     int rows, keys;

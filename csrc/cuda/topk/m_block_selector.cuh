@@ -57,12 +57,12 @@ public:
     struct SharedStorage {
         union {
             alignas(16) uint32_t histograms[kSearches][DigitHistogram::kWords];
-            int window[kStagedKeys];  // the first keys of the window; the list has the others
+            int staying[kStagedKeys];  // the first staying keys; the list has the others
         };
         Search searches[kSearches];
         uint32_t warp_sums[2][kWarps];
-        alignas(16) uint32_t evictable[kRows];               // orders
-        int evictable_at[kRows];                             // positions in the list
+        alignas(16) uint32_t evictable[kRows];  // orders
+        int evictable_keys[kRows];
         AddedKey added[kRows];                               // the new keys that may enter the window
         int evictable_evicted[kRows], added_evicted[kRows];  // by which row; kRows: by none
         uint32_t ballots[kRowWords];                         // of the first kRows threads
@@ -82,7 +82,7 @@ public:
     __device__ int run(const MBlockList<Bits>& list, const RowOf& row_of) {
         find_thresholds();
         find_window(list);
-        find_eviction_rows(list);
+        find_eviction_rows();
         refuse_nan(found_nan_ || Group<kType>::has_nan(nans_));
         write_window(list, row_of);
         return append_new_keys(list, row_of);
@@ -215,11 +215,7 @@ private:
         return bits.above | bits.equal;
     }
 
-    __device__ int key_at(const MBlockList<Bits>& list, int at) const {
-        return at < kStagedKeys ? smem_.window[at] : list.keys[at];
-    }
-
-    // Finds the window's keys, in order, and which of them are evictable.
+    // Finds the staying and the evictable keys, each in order.
     __device__ void find_window(const MBlockList<Bits>& list) {
         int equal_before[kSearches] = {};
         for_each_load([&](int first) {
@@ -230,21 +226,21 @@ private:
                 largest(searches_[kWindow], of_window, equal_before[kWindow] + static_cast<int>(equal & 0xffff));
             const uint32_t evictable = window & ~largest(searches_[kStaying], of_staying,
                                                          equal_before[kStaying] + static_cast<int>(equal >> 16));
-            const uint32_t before = exclusive_sum(__popc(window) | __popc(evictable) << 16, total);
-            int at = listed_ + static_cast<int>(before & 0xffff), number = evictable_ + static_cast<int>(before >> 16);
-            for (uint32_t left = window; left != 0; left &= left - 1) {
-                (at < kStagedKeys ? smem_.window : list.keys)[at] = first + __ffs(left) - 1;
-                if ((evictable & left & -left) != 0) smem_.evictable_at[number++] = at;
-                ++at;
-            }
+            const uint32_t staying = window & ~evictable;
+            const uint32_t before = exclusive_sum(__popc(staying) | __popc(evictable) << 16, total);
+            int at = staying_ + static_cast<int>(before & 0xffff), n = evictable_ + static_cast<int>(before >> 16);
+            for (uint32_t left = staying; left != 0; left &= left - 1, ++at)
+                (at < kStagedKeys ? smem_.staying : list.keys)[at] = first + __ffs(left) - 1;
+            for (uint32_t left = evictable; left != 0; left &= left - 1, ++n)
+                smem_.evictable_keys[n] = first + __ffs(left) - 1;
             equal_before[kWindow] += equal_total & 0xffff, equal_before[kStaying] += equal_total >> 16;
-            listed_ += total & 0xffff, evictable_ += total >> 16;
+            staying_ += total & 0xffff, evictable_ += total >> 16;
         });
         __syncthreads();
     }
 
     // Finds the row that evicts each evictable and each new key.
-    __device__ void find_eviction_rows(const MBlockList<Bits>& list) {
+    __device__ void find_eviction_rows() {
         const int i = threadIdx.x % kRows;
         uint32_t order = 0;
         if (threadIdx.x < kRows) {
@@ -260,8 +256,7 @@ private:
             const uint32_t ballot = __ballot_sync(~0u, may_enter);
             if (lane_id() == 0) smem_.ballots[warp_id()] = ballot;
         } else if (threadIdx.x < 2 * kRows) {
-            smem_.evictable[i] =
-                i < evictable_ ? rank_of_bias<kType>(*biases_.at(key_at(list, smem_.evictable_at[i]))) : 0;
+            smem_.evictable[i] = i < evictable_ ? rank_of_bias<kType>(*biases_.at(smem_.evictable_keys[i])) : 0;
         }
         __syncthreads();
         int before = 0;
@@ -276,7 +271,7 @@ private:
         __syncthreads();
 
         // On ties the later key is larger. New keys are later than evictable ones.
-        const int free_slots = window_ - (listed_ - evictable_), n = threadIdx.x / kThreadsPerKey;
+        const int free_slots = window_ - staying_, n = threadIdx.x / kThreadsPerKey;
         static_assert(kThreads == kRows * kThreadsPerKey);
         const bool is_leader = threadIdx.x % kThreadsPerKey == 0;
         const uint32_t evictable = smem_.evictable[n];
@@ -334,13 +329,16 @@ private:
         list.rows[at] = rows;
     }
 
+    // The staying keys come first: most n_blocks then need no mask.
     template <typename RowOf>
     __device__ void write_window(const MBlockList<Bits>& list, const RowOf& row_of) {
-        for (int at = threadIdx.x; at < listed_; at += kThreads)
-            write_entry(list, at, key_at(list, at), row_bits(0, rows_), row_of);
-        __syncthreads();
+        for (int at = threadIdx.x; at < staying_; at += kThreads) {
+            const int key = at < kStagedKeys ? smem_.staying[at] : list.keys[at];
+            write_entry(list, at, key, row_bits(0, rows_), row_of);
+        }
         const int n = threadIdx.x;
-        if (n < evictable_) list.rows[smem_.evictable_at[n]] = row_bits(0, smem_.evictable_evicted[n]);
+        if (n < evictable_)
+            write_entry(list, staying_ + n, smem_.evictable_keys[n], row_bits(0, smem_.evictable_evicted[n]), row_of);
     }
 
     // Appends the new keys that a row sees, and the padding. Returns the length without padding.
@@ -351,7 +349,7 @@ private:
         const uint32_t ballot = __ballot_sync(~0u, is_seen);
         if (n < kRows && lane_id() == 0) smem_.ballots[warp_id()] = ballot;
         __syncthreads();
-        int at = listed_ + rank_in(ballot), length = listed_;
+        int length = staying_ + evictable_, at = length + rank_in(ballot);
 #pragma unroll
         for (int w = 0; w < kRowWords; ++w) {
             const int count = __popc(smem_.ballots[w]);
@@ -371,7 +369,7 @@ private:
     Group<kType> groups_[kGroups];
     bool is_held_ = false;  // all keys are in groups_
     Search searches_[kSearches];
-    int listed_ = 0, evictable_ = 0, added_ = 0;
+    int staying_ = 0, evictable_ = 0, added_ = 0;
     int buffer_ = 0;
     uint32_t nans_ = 0;
     bool found_nan_ = false;

@@ -1,9 +1,14 @@
 // A CTA builds the lists of some neighbouring m_blocks. It scans the keys and collects, in order, those that any of its
 // rows sees. When the buffer is full, its warps write the keys of each m_block. The keys of a single m_block are
 // written without the buffer.
+//
+// A list ends with its partial keys, which some rows of the m_block do not see. Otherwise they would lie among the
+// others, and most n_blocks would need a mask. Partial keys wait in shared memory until all others are written. Those
+// that find no room are written among the others.
 #include "bounded_list_builder.h"
 
 #include <algorithm>
+#include <climits>
 
 #include "cuda/arch/grid_dependency.cuh"
 #include "cuda/common/device.h"
@@ -22,6 +27,7 @@ constexpr int kKeys = 4;  // keys per thread and step
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
 constexpr int kMBlockRows = KeyListsView::kRows;
+constexpr int kMaxPartial = 80;  // partial keys of a list that wait; a single list has the room of all
 
 struct BoundedLists {
     int heads, num_m_blocks, m_blocks_per_cta;
@@ -31,15 +37,19 @@ struct BoundedLists {
     int64_t* ends;    // [lists]
 };
 
-// Keys that some of the CTA's rows see, with those rows: [begin, end), relative to the CTA's first row.
-struct ListedKeys {
-    int key[kRoom], begin[kRoom], end[kRoom];
+struct SharedStorage {
+    // Keys that some of the CTA's rows see, with those rows: [begin, end), relative to the CTA's first row.
+    int key[kRoom];
+    short2 rows[kRoom];
+    int partial[kMaxMBlocks * kMaxPartial];
+    int counts[2][kWarps];
 };
+static_assert(kMaxMBlocks * kMBlockRows <= SHRT_MAX, "rows of a CTA have 16 bits");
 
 class BoundedListBuilder {
 public:
-    __device__ BoundedListBuilder(const AttentionParams& p, const BoundedLists& lists)
-        : p_(p), lists_(lists), sequence_(p, batch_of(lists)) {
+    __device__ BoundedListBuilder(const AttentionParams& p, const BoundedLists& lists, SharedStorage& smem)
+        : p_(p), lists_(lists), smem_(smem), sequence_(p, batch_of(lists)) {
         const int steps = ceil_div(lists.num_m_blocks, lists.m_blocks_per_cta);
         first_m_block_ = static_cast<int>(blockIdx.x % steps) * lists.m_blocks_per_cta;
         num_m_blocks_ = min(lists.m_blocks_per_cta, lists.num_m_blocks - first_m_block_);
@@ -56,8 +66,6 @@ public:
     }
 
     __device__ void run() {
-        __shared__ ListedKeys listed;
-        __shared__ int counts[2][kWarps];
         int size = 0, buffer = 0;
         load(0);
         for (int first = 0; first < keys_; first += kStep, buffer ^= 1) {
@@ -70,41 +78,39 @@ public:
                 seen |= key + i < keys_ && is_seen(key + i, rows[i]) ? 1u << i : 0;
             }
             load(first + kStep);
-            const int own = __popc(seen);
-            int at = warp_inclusive_sum(own);
-            if (lane_id() == 31) counts[buffer][warp_id()] = at;
-            __syncthreads();
-            const int of_warp = lane_id() < kWarps ? counts[buffer][lane_id()] : 0;
-            at += size - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
-            size += __reduce_add_sync(~0u, of_warp);
             if (num_m_blocks_ == 1) {
-                int32_t* const keys = lists_.keys + first_list_ * lists_.stride;
-#pragma unroll
-                for (int i = 0; i < kKeys; ++i) {
-                    if ((seen >> i & 1) != 0 && at < lists_.stride) keys[at] = key + i;
-                    at += seen >> i & 1;
-                }
+                append(lengths_[0], key, seen, rows, buffer);
                 continue;
             }
+            int at = size, total;
+            at += sum_before(__popc(seen), buffer, total);
+            size += total;
 #pragma unroll
             for (int i = 0; i < kKeys; ++i) {
                 if ((seen >> i & 1) == 0) continue;
-                listed.key[at] = key + i;
-                listed.begin[at] = rows[i].begin - first_row_;
-                listed.end[at++] = rows[i].end - first_row_;
+                smem_.key[at] = key + i;
+                smem_.rows[at++] = {static_cast<short>(max(rows[i].begin - first_row_, 0)),
+                                    static_cast<short>(min(rows[i].end - first_row_, SHRT_MAX))};
             }
             if (size > kRoom - kStep || first + kStep >= keys_) {
                 __syncthreads();
-                write(listed, size);
+                write(size);
                 size = 0;
                 __syncthreads();
             }
         }
-        if (num_m_blocks_ == 1) lengths_[0] = size;
+        __syncthreads();
         finish();
     }
 
 private:
+    // Of a list, before truncation: keys that are written, and partial keys that wait.
+    struct Length {
+        int written = 0, waiting = 0;
+
+        __device__ int total() const { return written + waiting; }
+    };
+
     __device__ static int batch_of(const BoundedLists& lists) {
         return blockIdx.x / ceil_div(lists.num_m_blocks, lists.m_blocks_per_cta) / lists.heads;
     }
@@ -133,6 +139,53 @@ private:
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
+    // Whether a row of [first_row, last_row] does not see a key that the rows [begin, end) see. A list that is the only one
+    // of its head stays sorted: the kernels cut it at the causal end of their rows.
+    __device__ bool is_partial(int begin, int end, int first_row, int last_row) const {
+        return lists_.num_m_blocks > 1 && (begin > first_row || end <= last_row);
+    }
+
+    // The sum of `own` over the threads before this one. All threads call.
+    __device__ __forceinline__ int sum_before(int own, int buffer, int& total) {
+        const int upto = warp_inclusive_sum(own);
+        if (lane_id() == 31) smem_.counts[buffer][warp_id()] = upto;
+        __syncthreads();
+        const int of_warp = lane_id() < kWarps ? smem_.counts[buffer][lane_id()] : 0;
+        total = __reduce_add_sync(~0u, of_warp);
+        return upto - own + __reduce_add_sync(~0u, lane_id() < warp_id() ? of_warp : 0);
+    }
+
+    // Appends a step's keys to the CTA's only list.
+    __device__ __forceinline__ void append(Length& length, int key, uint32_t seen, const RowRange (&rows)[kKeys],
+                                           int buffer) {
+        uint32_t partial = 0;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+            partial |= is_partial(rows[i].begin, rows[i].end, first_row_, last_row_) ? 1u << i : 0;
+        partial &= seen;
+        int total;  // in the low half the keys, in the high half the partial ones
+        const int before = sum_before(__popc(seen) | __popc(partial) << 16, buffer, total);
+        int waiting = before >> 16, others = (before & 0xffff) - waiting;
+        int new_waiting = total >> 16;
+        if (length.waiting + new_waiting > kMaxMBlocks * kMaxPartial) {
+            others += waiting;
+            partial = new_waiting = 0;
+        }
+        int32_t* const keys = lists_.keys + first_list_ * lists_.stride + length.written;
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            if ((seen >> i & 1) == 0) continue;
+            if ((partial >> i & 1) != 0) {
+                smem_.partial[length.waiting + waiting++] = key + i;
+            } else {
+                if (length.written + others < lists_.stride) keys[others] = key + i;
+                ++others;
+            }
+        }
+        length.written += (total & 0xffff) - new_waiting;
+        length.waiting += new_waiting;
+    }
+
     // A warp's m_blocks are kWarps apart.
     template <typename Visit>
     __device__ void for_each_m_block(const Visit& visit) {
@@ -143,28 +196,39 @@ private:
         }
     }
 
-    __device__ void write(const ListedKeys& listed, int size) {
-        for_each_m_block([&](int m_block, int& length) {
+    __device__ void write(int size) {
+        for_each_m_block([&](int m_block, Length& length) {
             const int first_row = m_block * kMBlockRows;
             const int last_row = min(first_row + kMBlockRows, last_row_ - first_row_ + 1) - 1;
             if (last_row < first_row) return;  // beyond the sequence's rows
             int32_t* keys = lists_.keys + (first_list_ + m_block) * lists_.stride;
 #pragma unroll 4
             for (int i = lane_id(); i - lane_id() < size; i += 32) {
-                const bool is_listed = i < size && listed.begin[i] <= last_row && listed.end[i] > first_row;
-                const uint32_t ballot = __ballot_sync(~0u, is_listed);
-                const int at = length + rank_in(ballot);
-                if (is_listed && at < lists_.stride) keys[at] = listed.key[i];
-                length += __popc(ballot);
+                const short2 rows = i < size ? smem_.rows[i] : short2{0, 0};
+                const bool is_listed = rows.x <= last_row && rows.y > first_row;
+                bool waits = is_listed && is_partial(rows.x, rows.y, first_row, last_row);
+                uint32_t waiting = __ballot_sync(~0u, waits);
+                if (length.waiting + __popc(waiting) > kMaxPartial) waits = false, waiting = 0;
+                const uint32_t others = __ballot_sync(~0u, is_listed && !waits);
+                const int at = length.written + rank_in(others);
+                if (waits) {
+                    smem_.partial[m_block * kMaxPartial + length.waiting + rank_in(waiting)] = smem_.key[i];
+                } else if (is_listed && at < lists_.stride) {
+                    keys[at] = smem_.key[i];
+                }
+                length.written += __popc(others);
+                length.waiting += __popc(waiting);
             }
         });
     }
 
     __device__ void finish() {
-        for_each_m_block([&](int m_block, int full_length) {
+        for_each_m_block([&](int m_block, const Length& full) {
             constexpr int kAlign = KeyListsView::kAlign;
             const int64_t list = first_list_ + m_block, begin = list * lists_.stride;
-            const int length = static_cast<int>(min(static_cast<int64_t>(full_length), lists_.stride));
+            const int length = static_cast<int>(min(static_cast<int64_t>(full.total()), lists_.stride));
+            for (int i = lane_id(); full.written + i < length; i += 32)
+                lists_.keys[begin + full.written + i] = smem_.partial[m_block * kMaxPartial + i];
             const int end = ceil_div(length, kAlign) * kAlign;
             for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
             if (lane_id() == 0) lists_.begins[list] = begin, lists_.ends[list] = begin + end;
@@ -173,6 +237,7 @@ private:
 
     const AttentionParams& p_;
     const BoundedLists& lists_;
+    SharedStorage& smem_;
     const Sequence sequence_;
     int first_m_block_, num_m_blocks_;
     int64_t first_list_;
@@ -180,14 +245,52 @@ private:
     const int32_t* end_;
     int first_row_, last_row_, keys_;
     bool aligned_;
-    int starts_[kKeys], ends_[kKeys];    // of the next keys
-    int lengths_[kMBlocksPerWarp] = {};  // list lengths of the warp's m_blocks, before truncation
+    int starts_[kKeys], ends_[kKeys];  // of the next keys
+    Length lengths_[kMBlocksPerWarp];  // of the warp's m_blocks
 };
 
 __global__ void __launch_bounds__(kThreads, 2)
     bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ BoundedLists lists) {
     grid_dependency_sync();
-    BoundedListBuilder(p, lists).run();
+    __shared__ SharedStorage smem;
+    BoundedListBuilder(p, lists, smem).run();
+}
+
+constexpr int kMergeThreads = 256;
+
+// Merges the two ascending parts of each list. A CTA has a list.
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_lists_kernel(const __grid_constant__ KeyListsView lists, int32_t* merged) {
+    grid_dependency_sync();
+    const int64_t begin = min(max(lists.begins[blockIdx.x], int64_t{0}), lists.capacity);
+    const int size = static_cast<int>(max(min(lists.ends[blockIdx.x], lists.capacity) - begin, int64_t{0}));
+    const int32_t* const keys = lists.keys + begin;
+    __shared__ int end_of_first, end_of_keys;
+    if (threadIdx.x == 0) end_of_first = end_of_keys = size;
+    __syncthreads();
+    for (int i = threadIdx.x; i < size; i += kMergeThreads) {
+        if (keys[i] < 0) {
+            atomicMin(&end_of_keys, i);
+        } else if (i > 0 && keys[i] < keys[i - 1]) {
+            atomicMin(&end_of_first, i);
+        }
+    }
+    __syncthreads();
+    const int total = end_of_keys, first = min(end_of_first, total);
+    for (int i = threadIdx.x; i < size; i += kMergeThreads) {
+        const int key = keys[i];
+        int at = i;
+        if (i < total) {
+            // The keys of the other part before this one, by bisection.
+            int low = i < first ? first : 0, high = i < first ? total : first;
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                keys[middle] < key ? low = middle + 1 : high = middle;
+            }
+            at += low - first;
+        }
+        merged[begin + at] = key;
+    }
 }
 
 }  // namespace
@@ -226,6 +329,12 @@ void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& p
                              ends};
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta);
     launch(bounded_lists_kernel, {grid_of(blocks), kThreads}, stream, params, lists);
+}
+
+void merge_bounded_lists_cuda(const KeyListsView& lists, int32_t* keys, cudaStream_t stream) {
+    using namespace cuda;
+    const int64_t blocks = lists.batches * lists.heads * lists.num_m_blocks;
+    if (blocks > 0) launch(merge_lists_kernel, {grid_of(blocks), kMergeThreads}, stream, lists, keys);
 }
 
 }  // namespace flash_dmattn

@@ -59,14 +59,14 @@ private:
     // Produces stages in the order in which the consumers wait: K of the first n_block and Q, then K of an n_block
     // before V of the previous one.
     __device__ __forceinline__ void load(FwdWorkTile& work_tile) {
-        const KeyList list(p_, work_tile.s, work_tile.head, work_tile.first_row);
+        const QueryHead head(p_, work_tile.head);
+        const KeyList list(p_, work_tile.s, head, work_tile.first_row);
         const int rows = kRows / scheduler_.qheads_per_tile;
         const int num_n_blocks = list.template count_n_blocks<kKeys>(p_, work_tile.s, work_tile.first_row + rows);
         work_tile.num_n_blocks = num_n_blocks;
-        const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
-        const T* keys = key_rows<const T>(p_.key, work_tile.s, kv_head);
-        const T* values = key_rows<const T>(p_.value, work_tile.s, kv_head);
-        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list, rows);
+        const T* keys = key_rows<const T>(p_.key, work_tile.s, head.kv_head);
+        const T* values = key_rows<const T>(p_.value, work_tile.s, head.kv_head);
+        const ListReader<T, kBias> reader(p_, work_tile.s, head, work_tile.first_row, list, rows);
         ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, lane_key(), 0, num_n_blocks);
         int position = -1;
         for (int n_block = 0; n_block <= num_n_blocks; ++n_block) {

@@ -32,9 +32,13 @@ struct FwdKernelTraits {
     static constexpr bool kGathers = false;
 };
 
-// Gathered keys: an m_block has the rows of a key list.
+// Gathered keys: an m_block has the rows of a key list. More stages of V, at head dimension 128 instead of K: the
+// producer then finds the list of the next work tile earlier, while the MMA warpgroups are still busy.
 template <int kHeadDim>
 struct FwdGatherKernelTraits : FwdKernelTraits<kHeadDim, false, true> {
+    static constexpr FwdTileSizes kSizes = gathered_fwd_tile_sizes(kHeadDim);
+    static constexpr int kKeyStages = kSizes.key_stages;
+    static constexpr int kValueStages = kSizes.value_stages;
     static constexpr bool kGathers = true;
 };
 

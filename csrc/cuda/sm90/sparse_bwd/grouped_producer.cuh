@@ -25,10 +25,10 @@ public:
         const KeyList& list = smem_.list();
         const int first = smem_.first_n_block, end = smem_.end_n_block, num_steps = work_tile.num_steps<kRows>();
         if (first == end) return;
-        const int kv_head = work_tile.head / work_tile.qheads_per_kv;
-        const T* keys = key_rows<const T>(p_.key, work_tile.s, kv_head);
-        const T* values = key_rows<const T>(p_.value, work_tile.s, kv_head);
-        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
+        const QueryHead head(p_, work_tile.head);
+        const T* keys = key_rows<const T>(p_.key, work_tile.s, head.kv_head);
+        const T* values = key_rows<const T>(p_.value, work_tile.s, head.kv_head);
+        const ListReader<T, kBias> reader(p_, work_tile.s, head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * kWarpKeys;
         const int lane_key = warp_key + lane_id() % kWarpKeys;  // two lanes share one where a warp has 16
         ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, lane_key, first, end);

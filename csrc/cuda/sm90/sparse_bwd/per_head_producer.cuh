@@ -23,10 +23,10 @@ public:
         const PerHeadSparseBwdWorkTile& work_tile = smem_.work_tile();
         const KeyList list = smem_.list();
         const int num_n_blocks = smem_.num_n_blocks;
-        const int kv_head = shared_head(work_tile.head, p_.heads, p_.kv_heads);
-        const T* keys = key_rows<const T>(p_.key, work_tile.s, kv_head);
-        const T* values = key_rows<const T>(p_.value, work_tile.s, kv_head);
-        const ListReader<T, kBias> reader(p_, work_tile.s, work_tile.head, work_tile.first_row, list);
+        const QueryHead head(p_, work_tile.head);
+        const T* keys = key_rows<const T>(p_.key, work_tile.s, head.kv_head);
+        const T* values = key_rows<const T>(p_.value, work_tile.s, head.kv_head);
+        const ListReader<T, kBias> reader(p_, work_tile.s, head, work_tile.first_row, list);
         const int head_dim = static_cast<int>(p_.head_dim), warp_key = warp_id() * 32;
         ListPrefetcher<T, kBias, kKeys> prefetcher(reader, list, static_cast<int>(threadIdx.x), 0, num_n_blocks);
         for (int n_block = 0; n_block < num_n_blocks; ++n_block) {

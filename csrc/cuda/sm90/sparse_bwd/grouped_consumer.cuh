@@ -27,9 +27,8 @@ public:
           value_pipeline_(smem.value_pipeline), query_pipeline_(smem.query_pipeline),
           dout_pipeline_(smem.dout_pipeline), scores_pipeline_(smem.scores_pipeline) {
         const GroupedSparseBwdWorkTile& work_tile = smem.work_tile();
-        slot_ = work_tile.group_index % static_cast<int>(p.dquery_slots);
         num_steps_ = work_tile.num_steps<kRows>();
-        const int64_t first_step = static_cast<int64_t>(slot_) * num_steps_;
+        const int64_t first_step = static_cast<int64_t>(work_tile.slot) * num_steps_;
         const int owner = Traits::kStagesDq ? warp_id() - 4 : warpgroup_;
         dq_accum_ = reinterpret_cast<float4*>(p.dquery_accum) + first_step * kStepSize +
                     owner * kDqFragments * kDqStride + threadIdx.x % kDqStride;
@@ -38,6 +37,7 @@ public:
     __device__ __forceinline__ void run() {
         ScoresFragment scores, dprobs;  // inside the loop they would push dK and dV out of the registers
         ScoresOperand probs, dscores;
+        wait_for_slot();
         const int num_n_blocks = smem_.end_n_block - smem_.first_n_block;
         for (int n_block = 0; n_block < num_n_blocks; ++n_block) {
             key_pipeline_.consumer_wait();
@@ -71,8 +71,16 @@ private:
     using DqFragment = typename TiledMma::DqFragment;
     using VisibleRowBits = typename KeyFragment<kBias>::VisibleRowBits;
 
+    static __device__ bool is_leader() { return threadIdx.x == kWarpgroupThreads; }
+    __device__ DquerySlotState& slot_state() const { return p_.dquery_slot_states[smem_.work_tile().slot]; }
     __device__ void sync_consumers() const { named_barrier_sync(BwdNamedBarriers::kConsumers, kThreads); }
 
+    // Waits until the slot of dQ is empty, while the producer loads.
+    __device__ __forceinline__ void wait_for_slot() const {
+        if (is_leader())
+            while (load_acquire(&slot_state().epoch) < smem_.work_tile().epoch) {}
+        sync_consumers();
+    }
     __device__ __forceinline__ void wait_for_query() {
         query_pipeline_.consumer_wait();
         has_empty_rows_ = any_of(row_info().has_empty_rows);
@@ -234,13 +242,11 @@ private:
 
     // The last split of the list to finish converts dQ, empties the slot and publishes its next epoch.
     __device__ __forceinline__ void finish_split() const {
-        const GroupedSparseBwdWorkTile& work_tile = smem_.work_tile();
         const int num_splits = static_cast<int>(p_.list_splits);
-        const bool is_leader = threadIdx.x == kWarpgroupThreads;
         __threadfence();
         sync_consumers();
-        DquerySlotState& state = p_.dquery_slot_states[slot_];
-        if (is_leader) smem_.is_last_split = atomicAdd(&state.finished_splits, 1) % num_splits == num_splits - 1;
+        if (is_leader())
+            smem_.is_last_split = atomicAdd(&slot_state().finished_splits, 1) % num_splits == num_splits - 1;
         sync_consumers();
         if (!smem_.is_last_split) return;
         __threadfence();
@@ -248,11 +254,11 @@ private:
         if (Traits::kStagesDq) fence_proxy_async_global();  // TMA adds to the zeros
         __threadfence();
         sync_consumers();
-        if (is_leader) store_release(&state.epoch, work_tile.group_index / static_cast<int>(p_.dquery_slots) + 1);
+        if (is_leader()) store_release(&slot_state().epoch, smem_.work_tile().epoch + 1);
     }
     // Converts dQ of all steps and leaves zeros in the slot.
     __device__ __forceinline__ void convert_dq() const {
-        constexpr int kAtOnce = 2;  // loads in flight together hide the latency
+        constexpr int kAtOnce = Traits::kIsLarge ? 4 : 2;  // loads in flight together hide the latency
         for (int first = 0; first < num_steps_; first += kAtOnce) {
             DqFragment dq[kAtOnce];
 #pragma unroll
@@ -291,7 +297,7 @@ private:
     const int warpgroup_;
     const TiledMma tiled_mma_;
     const int warp_key_;  // the warp's first key of the n_block
-    int slot_, num_steps_;
+    int num_steps_;
     bool has_empty_rows_;  // of the step's Q and dO
     float4* dq_accum_;
     Pipeline<1> key_pipeline_, value_pipeline_;

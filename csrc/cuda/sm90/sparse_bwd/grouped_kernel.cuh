@@ -12,13 +12,14 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits, BiasKind kBias>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     grouped_sparse_bwd_kernel(const __grid_constant__ BwdArgs p, const __grid_constant__ SparseBwdTensorMaps maps,
-                              const __grid_constant__ BwdScale scale) {
+                              const __grid_constant__ BwdScale scale,
+                              const __grid_constant__ GroupedSparseBwdTileSchedulerParams scheduler) {
     grid_dependency_sync();
     if (is_inactive(p)) return;
     auto& smem = dynamic_shared_storage<GroupedSparseBwdSharedStorage<Traits>>();
     if (threadIdx.x == 0) {
         // A CTA that waits for a slot has a higher index than those that empty it: they have started.
-        const GroupedSparseBwdWorkTile work_tile(p, atomicAdd(p.tile_count_semaphore, 1));
+        const GroupedSparseBwdWorkTile work_tile(p, scheduler, atomicAdd(p.tile_count_semaphore, 1));
         smem.work_tile() = work_tile;
         int num_n_blocks = 0;
         if (!work_tile.is_empty()) {
@@ -26,12 +27,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
             smem.list() = list;
             num_n_blocks = list.template count_n_blocks<Traits::kKeys>(p, work_tile.s, work_tile.end_row);
         }
-        const int num_splits = static_cast<int>(p.list_splits), slots = static_cast<int>(p.dquery_slots);
-        smem.first_n_block = num_n_blocks * work_tile.split / num_splits;
-        smem.end_n_block = num_n_blocks * (work_tile.split + 1) / num_splits;
+        smem.first_n_block = static_cast<int>(scheduler.list_splits.quotient(num_n_blocks * work_tile.split));
+        smem.end_n_block = static_cast<int>(scheduler.list_splits.quotient(num_n_blocks * (work_tile.split + 1)));
         smem.init_pipelines();
-        const int32_t* const epoch = &p.dquery_slot_states[work_tile.group_index % slots].epoch;
-        while (load_acquire(epoch) < work_tile.group_index / slots) {}
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {

@@ -18,24 +18,39 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+// Computed on the host: divisions on the device would delay the start of every CTA.
+struct GroupedSparseBwdTileSchedulerParams {
+    FastDivmod list_splits, num_m_blocks, kv_heads, dquery_slots;
+    int qheads_per_kv, m_block_rows;
+    bool packs_m_blocks;
+
+    explicit GroupedSparseBwdTileSchedulerParams(const BwdArgs& p)
+        : list_splits(p.list_splits), num_m_blocks(count_m_blocks(p, grouped_block_m(p))), kv_heads(p.kv_heads),
+          dquery_slots(p.dquery_slots), qheads_per_kv(static_cast<int>(p.heads / p.kv_heads)),
+          m_block_rows(static_cast<int>(grouped_block_m(p))),
+          packs_m_blocks(cuda::packs_m_blocks(p, grouped_block_m(p))) {}
+};
+
 // An m_block of each query head of a GQA group, and a split of its list. The splits are neighbours, then the m_blocks
 // that share most keys; the last rows come first: under causality their lists are the longest.
 struct GroupedSparseBwdWorkTile {
     Sequence s;
-    int split, group_index;                // group_index: (m_block, kv_head, batch), flat
+    int split;
+    int slot, epoch;                       // of dquery_accum, and which of the slot's m_blocks this is
     int head, qheads_per_kv;               // the query heads [head, head + qheads_per_kv)
     int first_row, end_row, m_block_rows;  // the rows [first_row, end_row), m_block_rows at most
 
-    __device__ GroupedSparseBwdWorkTile(const BwdArgs& p, int work_index)
-        : s(p, 0), m_block_rows(static_cast<int>(grouped_block_m(p))) {
+    __device__ GroupedSparseBwdWorkTile(const BwdArgs& p, const GroupedSparseBwdTileSchedulerParams& scheduler,
+                                        unsigned work_index)
+        : qheads_per_kv(scheduler.qheads_per_kv), m_block_rows(scheduler.m_block_rows) {
         FlatIndex index(work_index);
-        const int num_m_blocks = static_cast<int>(count_m_blocks(p, m_block_rows));
-        split = index.pop(p.list_splits);
-        group_index = index.rest;
-        const int m_block = num_m_blocks - 1 - index.pop(num_m_blocks);
-        qheads_per_kv = static_cast<int>(p.heads / p.kv_heads);
-        head = index.pop(p.kv_heads) * qheads_per_kv;
-        const NumberedMBlock block(p, packs_m_blocks(p, m_block_rows), m_block, index.rest, m_block_rows);
+        split = index.pop(scheduler.list_splits);
+        FlatIndex of_slots(index.rest);
+        slot = of_slots.pop(scheduler.dquery_slots);
+        epoch = static_cast<int>(of_slots.rest);
+        const int m_block = static_cast<int>(scheduler.num_m_blocks.value) - 1 - index.pop(scheduler.num_m_blocks);
+        head = index.pop(scheduler.kv_heads) * qheads_per_kv;
+        const NumberedMBlock block(p, scheduler.packs_m_blocks, m_block, static_cast<int>(index.rest), m_block_rows);
         s = Sequence(p, block.batch);
         first_row = block.first_row;
         end_row = min(first_row + m_block_rows, s.rows);

@@ -10,15 +10,16 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-template <typename Traits, typename SharedStorage>
-void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdTensorMaps, BwdScale), int64_t num_ctas, const BwdArgs& p,
-                       cudaStream_t stream) {
+template <typename Traits, typename SharedStorage, typename... Scheduler>
+void launch_sparse_bwd(void (*kernel)(BwdArgs, SparseBwdTensorMaps, BwdScale, Scheduler...), int64_t num_ctas,
+                       const BwdArgs& p, cudaStream_t stream, const Scheduler&... scheduler) {
     constexpr int kSlab = Traits::RowsTile::kSlabCols;
     SparseBwdTensorMaps maps;
     maps.query = make_tensor_map(query_layout(p, p.query), {kSlab, 1, Traits::kRows, 1});
     maps.dout = make_tensor_map(query_layout(p, p.dout), {kSlab, 1, Traits::kRows, 1});
     allow_shared_memory("the backward", p.head_dim, kernel, sizeof(SharedStorage));
-    launch(kernel, {grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage)}, stream, p, maps, BwdScale(p));
+    launch(kernel, {grid_of(num_ctas), Traits::kThreads, sizeof(SharedStorage)}, stream, p, maps, BwdScale(p),
+           scheduler...);
 }
 
 template <typename Traits, BiasKind kBias>
@@ -32,7 +33,7 @@ template <typename Traits, BiasKind kBias>
 void launch_grouped_sparse_bwd(const BwdArgs& p, cudaStream_t stream) {
     const int64_t num_ctas = total_m_blocks(p, grouped_block_m(p)) * p.kv_heads * p.list_splits;
     launch_sparse_bwd<Traits, GroupedSparseBwdSharedStorage<Traits>>(grouped_sparse_bwd_kernel<Traits, kBias>, num_ctas,
-                                                                     p, stream);
+                                                                     p, stream, GroupedSparseBwdTileSchedulerParams(p));
 }
 
 template <typename T, int kHeadDim, int kRows>

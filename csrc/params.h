@@ -126,9 +126,10 @@ struct IntervalView {
 //
 // List t belongs to batch element t / (heads * num_m_blocks), mask head t / num_m_blocks % heads and m_block
 // t % num_m_blocks, which has the rows [m_block * m_block_rows, (m_block + 1) * m_block_rows) of its sequence. Its keys
-// are keys[begins[t]] .. keys[ends[t] - 1], ascending and counted from the sequence's first key, padded with -1 to a
-// multiple of kAlign. Lists need not be adjacent; m_blocks may share one. Lists of rows of a KV cache
-// (cuda/kvcache/prefill_lists.h) do not ascend; such a call has no causality.
+// are keys[begins[t]] .. keys[ends[t] - 1], counted from the sequence's first key, padded with -1 to a multiple of kAlign.
+// Lists need not be adjacent; m_blocks may share one. They ascend on the CPU, for deterministic gradients, and where all
+// rows of a head share one list; else in any order. Lists of rows of a KV cache (cuda/kvcache/prefill_lists.h) come
+// without causality.
 //
 // A row sees a key of its list if `intervals` of the problem show it; without intervals, if its bit in `rows` is set;
 // without both, always. Causality and the bias may mask more.

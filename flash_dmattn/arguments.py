@@ -60,7 +60,7 @@ def require_no_grad(name: str, tensor: Tensor | None, what: str) -> None:
     """For calls that have no gradients. `what` is what makes them so."""
     if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name} must not require grad: {what} is for inference, and has no gradients; call it under "
+            f"{name} must not require grad: {what} is for inference, and has no gradients; make the call under "
             "torch.no_grad()"
         )
 

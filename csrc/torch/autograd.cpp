@@ -165,9 +165,10 @@ auto make_node() {
 // Attention over a cache has none.
 void refuse_gradients(const Inputs& in) {
     const auto refuse = [](const char* name, const auto& tensor) {
-        TORCH_CHECK_VALUE(!needs_grad(tensor), name,
-                          " must not require grad: cache_seqlens is for inference, and has no gradients; call it under "
-                          "torch.no_grad()");
+        TORCH_CHECK_VALUE(
+            !needs_grad(tensor), name,
+            " must not require grad: cache_seqlens is for inference, and has no gradients; make the call under "
+            "torch.no_grad()");
     };
     refuse("query", in.query);
     refuse("key", in.key);

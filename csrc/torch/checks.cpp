@@ -117,16 +117,6 @@ std::string missing_dimensions_hint(const std::string& name, const Tensor& score
     return ": pass " + name + (sizes[0] == rows ? "[None, None]" : "[:, None, None]");
 }
 
-// What to pass instead of a relative bias (2R + 1) or (H, 2R + 1); empty for other shapes, and where H could be B.
-std::string missing_table_dimensions_hint(const std::string& name, const Tensor& table, const Tensor& query,
-                                          const Tensor& key, const SymInt& batch) {
-    if (table.dim() == 1) return ": pass " + name + "[None, None]";
-    if (table.dim() != 2) return "";
-    const SymInt size = table.sym_size(0);
-    const bool is_per_head = (size == query.sym_size(-2) || size == key.sym_size(-2)) && size != batch;
-    return is_per_head ? ": pass " + name + "[None]" : "";
-}
-
 void check_scores(const char* name, const Tensor& scores, const Tensor& query, const Tensor& key,
                   std::optional<int64_t> max_seqlen_k) {
     check_dense(name, scores);
@@ -313,6 +303,15 @@ void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std:
     check_scores("attn_bias", bias, query, key, max_seqlen_k);
 }
 
+std::string missing_table_dimensions_hint(const Tensor& table, const Tensor& query, const Tensor& key,
+                                          const SymInt& batch) {
+    if (table.dim() == 1) return ": pass relative_bias[None, None]";
+    if (table.dim() != 2) return "";
+    const SymInt size = table.sym_size(0);
+    const bool is_per_head = (size == query.sym_size(-2) || size == key.sym_size(-2)) && size != batch;
+    return is_per_head ? ": pass relative_bias[None]" : "";
+}
+
 void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const SymInt& batch) {
     const char* name = "relative_bias";
     check_dense(name, bias);
@@ -320,7 +319,7 @@ void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& 
     TORCH_CHECK_VALUE(bias.dim() == 3 || has_grid, name,
                       " must be ({B|1}, {H|Hkv|1}, 2R + 1), or with grid=(h, w) ({B|1}, {H|Hkv|1}, 2h - 1, 2w - 1), "
                       "got shape ",
-                      shape_of(bias), missing_table_dimensions_hint(name, bias, query, key, batch));
+                      shape_of(bias), missing_table_dimensions_hint(bias, query, key, batch));
     const Dimension batches = one_of("{B|1}", batch, 1);
     const Dimension heads = one_of("{H|Hkv|1}", query.sym_size(-2), key.sym_size(-2), 1);
     if (has_grid) {

@@ -33,6 +33,9 @@ void check_packed_mask(const Tensor& bits, const Tensor& summaries, const Tensor
                        int64_t batch, bool varlen);
 void check_intervals(const Tensor& intervals, const Tensor& query, const Tensor& key, bool varlen);
 void check_bias(const Tensor& bias, const Tensor& query, const Tensor& key, std::optional<int64_t> max_seqlen_k);
+// What to pass instead of a relative bias (2R + 1) or (H, 2R + 1); empty for other shapes, and where H could be B.
+std::string missing_table_dimensions_hint(const Tensor& table, const Tensor& query, const Tensor& key,
+                                          const c10::SymInt& batch);
 // A relative bias of one dimension or of a grid, in float32 or query's dtype. `batch`: the batch elements or sequences.
 void check_relative_bias(const Tensor& bias, const Tensor& query, const Tensor& key, const c10::SymInt& batch);
 // Sq, Sk or a bound on them: the kernels count rows and keys in 32 bits.

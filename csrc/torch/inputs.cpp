@@ -45,7 +45,8 @@ void check_list_contents(const KeyListsView& view, int64_t lists) {
         int64_t wrong = 0;
         while (keys[wrong] > (wrong > 0 ? keys[wrong - 1] : -1)) ++wrong;
         TORCH_CHECK_VALUE(false, "kv_indices must ascend from 0 within a list, with -1 after its last key, got ",
-                          keys[wrong], " at ", begin + wrong, ", in the list from ", begin, " to ", end);
+                          keys[wrong], " at ", begin + wrong, ", in the list from ", begin, " to ", end,
+                          ": KeyLists.to(\"cpu\") sorts lists that were built on CUDA");
     }
 }
 

@@ -210,7 +210,8 @@ void check_options(const KvCacheInputs& in, int64_t batch) {
     }
     if (in.relative_bias) {
         TORCH_CHECK_VALUE(in.relative_bias->dim() == 3, "relative_bias must be ({B|1}, {H|Hkv|1}, 2R + 1), got shape ",
-                          shape_of(*in.relative_bias));
+                          shape_of(*in.relative_bias),
+                          missing_table_dimensions_hint(*in.relative_bias, in.query, in.k_cache, batch));
         check_relative_bias(*in.relative_bias, in.query, in.k_cache, batch);
         check_dtype(*in.relative_bias, "relative_bias", accumulation_type(in.query));
     }

@@ -1,7 +1,7 @@
 """Masks. Every kind is a `Mask` (base.py), from the public functions to the operators.
 
-interval.py: one interval of rows per key; dense.py: bool tensors; lists.py: sorted key lists, of a mask or of an
-indexer's keys (indices.py); choice.py: tiles or lists; selection.py: the top-k mask of `window_size`; dynamic.py:
+interval.py: one interval of rows per key; dense.py: bool tensors; lists.py: key lists, of a mask or of an indexer's
+keys (indices.py); choice.py: tiles or lists; selection.py: the top-k mask of `window_size`; dynamic.py:
 create_mask.
 """
 

@@ -11,6 +11,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from .. import ops
 from ..arguments import (
+    INT32_MAX,
     as_tensor_hint,
     batch_slice,
     check_cu_seqlens,
@@ -49,7 +50,7 @@ def as_mask(mask: Tensor | Mask | None, name: str = "attn_mask") -> Mask | None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KeyLists(Container, Mask):
-    """A mask as sorted lists of keys, one for each batch element, head and tile of 128 (or 64) query rows.
+    """A mask as lists of keys, one for each batch element, head and tile of 128 (or 64) query rows.
 
     The kernels gather the listed keys and skip all others, so the cost is proportional to the number of listed keys.
     Built once, from a mask (`build`) or from an indexer's keys (`from_indices`), the lists serve any number of layers
@@ -58,7 +59,7 @@ class KeyLists(Container, Mask):
 
     Attributes:
         kv_indices: int32 (capacity): list after list, each padded with -1 to a multiple of 64. A list ascends; on CUDA,
-            of a top-k mask, it has two parts that ascend, the second of keys that not all of its rows see.
+            of an interval mask with `keys_per_row`, two parts do, the second of keys that not all of its rows see.
         kv_indptr: int64 (2, batches, heads, m_blocks): where each list begins and ends in `kv_indices`.
         kv_row_bits: int32 (capacity, 4): a bit for each of the 128 rows that may see a key. None where all rows see
             it, or where intervals show it; (0, 4) or (0, 2) for indices that whole tiles of rows share.
@@ -261,11 +262,10 @@ class KeyLists(Container, Mask):
         return self.kv_indices.device
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> KeyLists:
-        """The same lists on another device. On the CPU they ascend."""
-        moved = super().to(device, non_blocking)
-        if self.device.type != "cuda" or moved.device.type != "cpu" or self.intervals is None:
-            return moved
-        return replace(moved, kv_indices=ascending(self).to(device, non_blocking=non_blocking))
+        """The same lists on another device. On the CPU they ascend, also if they were moved or loaded there before."""
+        on_cpu = isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu"
+        lists = replace(self, kv_indices=ascending(self)) if on_cpu and self.intervals is not None else self
+        return super(KeyLists, lists).to(device, non_blocking)
 
     def lengths(self) -> Tensor:
         """int64 (batches, heads, m_blocks): the length of each list, with its padding."""
@@ -425,9 +425,9 @@ def ascending(lists: KeyLists) -> Tensor:
     at = torch.arange(len(lists.kv_indices), device=lists.device)
     owner = torch.searchsorted(begins.contiguous(), at, right=True) - 1  # -1 before the first list
     is_listed = (owner >= 0) & (at < ends[owner.clamp(min=0)]) & (lists.kv_indices >= 0)
-    keys = torch.where(is_listed, lists.kv_indices, lists.seqlen_k)
-    order = (owner * (lists.seqlen_k + 1) + keys).argsort()
-    return torch.where(is_listed, lists.kv_indices, -1)[order]
+    keys = torch.where(is_listed, lists.kv_indices, -1)
+    order = (owner << 32 | torch.where(is_listed, keys, INT32_MAX)).argsort()
+    return keys[order]
 
 
 # Builders. Their inputs have been checked

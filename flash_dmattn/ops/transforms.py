@@ -47,7 +47,7 @@ class Forward(Operator):
                 if needs_grad:
                     raise ValueError(
                         f"{'attn_bias' if name == 'bias' else name} must not require grad: cache_seqlens is for "
-                        "inference, and has no gradients; call it under torch.no_grad()"
+                        "inference, and has no gradients; make the call under torch.no_grad()"
                     )
         ctx.set_materialize_grads(False)
         tensors = (x if isinstance(x, Tensor) else None for x in inputs)

@@ -1,11 +1,13 @@
 """Interval masks in the dense CUDA kernels: block skipping, the tile scheduler, and bounds of lists."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from gpu_inputs import CAUSAL, NEEDS_CUDA, intervals, on_gpu, randn
 from helpers import check, rand_mask
+from torch.utils._pytree import tree_map_only
 
 from flash_dmattn import KeyIntervalMask, KeyLists, flash_dmattn_func
 
@@ -88,45 +90,74 @@ def in_order(keys):
     return keys.sort().values.roll(int((keys >= 0).sum()))
 
 
+def check_order(lists, mask):
+    """A list has two parts that ascend: the last has the first 256 keys that not all of its rows see."""
+    for batch, head, tile in itertools.product(
+        range(lists.batches), range(0, lists.heads, 8), range(lists.num_m_blocks)
+    ):
+        begin, end = lists.kv_indptr[:, batch, head, tile].tolist()
+        listed = lists.kv_indices[begin:end]
+        listed = listed[listed >= 0].long()
+        first, last = tile * 128, min(tile * 128 + 128, lists.seqlen_q) - 1
+        start, end = mask.start[batch % mask.start.shape[0], head], mask.end[batch % mask.end.shape[0], head]
+        keys = listed.sort().values
+        partial = keys[(start[keys] > first) | (end[keys] <= last)][:256]
+        assert torch.equal(listed, torch.cat([keys[~torch.isin(keys, partial)], partial]))
+
+
 @CAUSAL
 @SIZES
 @pytest.mark.parametrize("window", [100, 1000])
 def test_lists_end_with_keys_that_not_all_rows_see(window, heads, keys, causal):
-    mask = KeyIntervalMask.topk(torch.randn(1, heads, keys).cuda(), window)
-    lists = KeyLists.build(mask, keys, is_causal=causal)
-    several = lists.kv_indptr[0].numel() > 800
-    for head, tile in itertools.product(range(0, heads, 8), range(lists.num_m_blocks)):
-        begin, end = lists.kv_indptr[:, 0, head, tile].tolist()
-        listed = lists.kv_indices[begin:end]
-        listed = listed[listed >= 0].long()
-        first, last = tile * 128, min(tile * 128 + 128, keys) - 1
-        partial = (mask.start[0, head, listed] > first) | (mask.end[0, head, listed] <= last)
-        if several and partial.sum() > 80:  # more find no room to wait
-            continue
-        assert partial[len(listed) - int(partial.sum()) :].all()
-        for part in (listed[~partial], listed[partial]):
-            assert (part.diff() > 0).all()
+    mask = KeyIntervalMask.topk(torch.randn(2, heads, keys).cuda(), window)
+    check_order(KeyLists.build(mask, keys, is_causal=causal), mask)
+
+
+def test_at_most_256_keys_come_last():
+    for batch, heads in ((1, 2), (8, 40)):  # a CTA for each list, or for several
+        mask = intervals(batch, heads, 2000, rows=2500)
+        lists = KeyLists.build(KeyIntervalMask(mask.start, mask.end, keys_per_row=2000), 2500)
+        check_order(lists, mask)
+
+
+def test_many_m_blocks_in_a_cta():
+    mask = KeyIntervalMask.topk(torch.randn(4, 50, 4200).cuda(), 60)  # 200 heads of 33 m_blocks
+    check_order(KeyLists.build(mask, 4200, is_causal=True), mask)
+
+
+def test_the_order_of_a_list_depends_on_the_list_alone():
+    bias = torch.randn(40, 16, 700).cuda()
+    many = KeyLists.build(KeyIntervalMask.topk(bias, 200), 700, is_causal=True)
+    for batch in (0, 17):
+        one = KeyLists.build(KeyIntervalMask.topk(bias[batch : batch + 1], 200), 700, is_causal=True)
+        for head, tile in itertools.product(range(16), range(6)):
+            a, b = one.kv_indptr[:, 0, head, tile].tolist(), many.kv_indptr[:, batch, head, tile].tolist()
+            assert torch.equal(one.kv_indices[slice(*a)], many.kv_indices[slice(*b)])
+    rows = KeyLists.build(KeyIntervalMask.topk(bias[:1, :, :100], 50), 100, is_causal=True)
+    check_order(rows, KeyIntervalMask.topk(bias[:1, :, :100], 50))  # of one m_block, too
 
 
 @SIZES
 def test_lists_on_the_cpu_ascend(heads, keys):
-    mask = KeyIntervalMask.topk(torch.randn(1, heads, keys).cuda(), 500)
-    moved = KeyLists.build(mask, keys, is_causal=True).cpu()
-    built = KeyLists.build(mask.cpu(), keys, is_causal=True)
+    mask = KeyIntervalMask.topk(torch.randn(2, heads, keys).cuda(), 500)
+    on_cuda = KeyLists.build(mask, keys, is_causal=True)
+    moved, built = on_cuda.cpu(), KeyLists.build(mask.cpu(), keys, is_causal=True)
     for a, b in zip(moved.kv_indptr.flatten(1).T.tolist(), built.kv_indptr.flatten(1).T.tolist()):
         assert torch.equal(moved.kv_indices[slice(*a)], built.kv_indices[slice(*b)])
-    query, key, value = (torch.randn(1, keys, heads, 8) for _ in range(3))
-    assert torch.equal(
-        flash_dmattn_func(query, key, value, moved, is_causal=True),
-        flash_dmattn_func(query, key, value, built, is_causal=True),
-    )
+    loaded = tree_map_only(torch.Tensor, torch.Tensor.cpu, on_cuda)  # as torch.load does
+    query, key, value = (torch.randn(2, keys, heads, 8) for _ in range(3))
+    with pytest.raises(ValueError, match="KeyLists.to..cpu.. sorts lists that were built on CUDA"):
+        flash_dmattn_func(query, key, value, loaded, is_causal=True)
+    expected = flash_dmattn_func(query, key, value, built, is_causal=True)
+    for lists in (moved, loaded.to("cpu")):
+        assert torch.equal(flash_dmattn_func(query, key, value, lists, is_causal=True), expected)
 
 
 @SIZES
 def test_deterministic_gradients_over_lists(heads, keys):
     """Additions to dK and dV have the order of the keys, which the lists do not have."""
-    tensors = [x.requires_grad_() for x in on_gpu(1, keys, keys, heads, heads, 32)]
-    mask = KeyIntervalMask.topk(torch.randn(1, heads, keys).cuda(), 300)
+    tensors = [x.requires_grad_() for x in on_gpu(2, keys, keys, heads, heads, 32)]
+    mask = KeyIntervalMask.topk(torch.randn(2, heads, keys).cuda(), 300)
     lists, tiles = (
         torch.autograd.grad(
             flash_dmattn_func(*tensors, mask, is_causal=True, sparse=sparse, deterministic=True),
@@ -141,6 +172,22 @@ def test_deterministic_gradients_over_lists(heads, keys):
         assert all(map(torch.equal, again, lists))
     for a, b in zip(lists, tiles):
         assert (a - b).norm() <= 1e-2 * b.norm()
+
+
+def test_deterministic_gradients_over_lists_in_any_order():
+    """Of a caller, with intervals: each listed key counts once, whatever the order."""
+    tensors = [x.requires_grad_() for x in on_gpu(1, 600, 600, 2, 2, 64)]
+    lists = KeyLists.build(KeyIntervalMask.topk(torch.randn(1, 2, 600).cuda(), 150), 600, is_causal=True)
+    mixed = lists.kv_indices.clone()
+    for begin, end in lists.kv_indptr.flatten(1).T.tolist():
+        count = int((mixed[begin:end] >= 0).sum())
+        mixed[begin : begin + count] = mixed[begin : begin + count][torch.randperm(count, device="cuda")]
+    grads = []
+    for given in (lists, replace(lists, kv_indices=mixed)):
+        out = flash_dmattn_func(*tensors, given, is_causal=True, deterministic=True)
+        grads.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
+    for a, b in zip(*grads):
+        assert (a - b).norm() <= 1e-2 * a.norm()
 
 
 def _to_cpu(mask):

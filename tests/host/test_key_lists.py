@@ -112,6 +112,11 @@ def test_ascending_sorts_each_list():
             mixed[begin:end] = torch.cat([keys[:count][torch.randperm(count)], keys[count:]])
         ordered = lists_module.ascending(replace(lists, kv_indices=mixed))
         assert all(torch.equal(ordered[slice(*span)], lists.kv_indices[slice(*span)]) for span in spans)
+        listed = torch.zeros_like(mixed, dtype=torch.bool)
+        for span in spans:
+            listed[slice(*span)] = True
+        assert (ordered[~listed] == -1).all()
+        assert torch.equal(replace(lists, kv_indices=mixed).to("cpu").kv_indices, ordered)
     none = KeyLists.build(KeyIntervalMask.causal(0, 5), 0)
     assert torch.equal(lists_module.ascending(none), none.kv_indices)
 

@@ -342,6 +342,14 @@ CASES = {
         *(fixed, {"relative_bias": torch.zeros(1, 1, 3, 3)}, ValueError),
         r"relative_bias must be \({B\|1}, {H\|Hkv\|1}, 2R \+ 1\), got shape \(1, 1, 3, 3\)",
     ),
+    "relative bias without a batch": (
+        *(fixed, {"relative_bias": torch.zeros(4, 5)}, ValueError),
+        r"relative_bias must be \({B\|1}, {H\|Hkv\|1}, 2R \+ 1\), got shape \(4, 5\): pass relative_bias\[None\]",
+    ),
+    "relative bias of entries alone": (
+        *(fixed, {"relative_bias": torch.zeros(5)}, ValueError),
+        r"relative_bias must be .*, got shape \(5\): pass relative_bias\[None, None\]",
+    ),
     "relative bias of integers": (
         *(fixed, {"relative_bias": torch.zeros(1, 1, 5).int()}, TypeError),
         "relative_bias must be floating, got int32",
@@ -472,7 +480,7 @@ def test_negated_views_are_refused(name):
 @pytest.mark.parametrize("name", ["query", "k_cache", "v_cache", "key", "value", "bias_cache", "bias", "sinks"])
 def test_gradients_are_refused(name):
     changes = {name: torch.zeros(4, requires_grad=True) if name == "sinks" else lambda x: x.requires_grad_()}
-    message = f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; call it"
+    message = f"{name} must not require grad: flash_dmattn_with_kvcache is for inference, and has no gradients; make"
     with pytest.raises(ValueError, match=message):
         fixed(**changes)
     with torch.no_grad():

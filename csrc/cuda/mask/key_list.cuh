@@ -79,11 +79,12 @@ struct KeyList {
         }
     }
 
-    // The n_blocks of kKeys keys for the rows before rows_end. A list that all rows share is cut at their causal end.
+    // The n_blocks of kKeys keys for the rows before rows_end. A list that all rows share, which is sorted, is cut at their
+    // causal end.
     template <int kKeys>
     __device__ int count_n_blocks(const AttentionParams& p, const Sequence& s, int rows_end) const {
         int num_n_blocks = ceil_div(size, kKeys);
-        if (!p.is_causal || p.lists.num_m_blocks > 1) return num_n_blocks;
+        if (!p.is_causal || p.lists.num_m_blocks > 1 || start != nullptr) return num_n_blocks;
         const int causal_end = s.causal_end(rows_end - 1);
         if (causal_end >= s.keys) return num_n_blocks;
         int low = 0;

@@ -3,14 +3,15 @@
 // written without the buffer.
 //
 // A list ends with its partial keys, which some rows of the m_block do not see. Otherwise they would lie among the
-// others, and most n_blocks would need a mask. Partial keys wait in shared memory until all others are written. Those
-// that find no room are written among the others.
+// others, and most n_blocks would need a mask. The first kMaxPartial of them wait in shared memory until all other keys
+// are written. So the order of a list depends on the list alone.
 #include "bounded_list_builder.h"
 
 #include <algorithm>
 #include <climits>
 
 #include "cuda/arch/grid_dependency.cuh"
+#include "cuda/arch/shared_storage.cuh"
 #include "cuda/common/device.h"
 #include "cuda/common/launch.h"
 #include "cuda/mask/intervals.cuh"
@@ -27,7 +28,7 @@ constexpr int kKeys = 4;  // keys per thread and step
 constexpr int kStep = kThreads * kKeys;
 constexpr int kRoom = kStep + kStep / 2;
 constexpr int kMBlockRows = KeyListsView::kRows;
-constexpr int kMaxPartial = 80;  // partial keys of a list that wait; a single list has the room of all
+constexpr int kMaxPartial = 2 * kMBlockRows;  // of a list; top-k selection has fewer
 
 struct BoundedLists {
     int heads, num_m_blocks, m_blocks_per_cta;
@@ -41,8 +42,8 @@ struct SharedStorage {
     // Keys that some of the CTA's rows see, with those rows: [begin, end), relative to the CTA's first row.
     int key[kRoom];
     short2 rows[kRoom];
-    int partial[kMaxMBlocks * kMaxPartial];
     int counts[2][kWarps];
+    int partial[kMaxMBlocks][kMaxPartial];  // of the CTA's m_blocks; the memory of the others is not allocated
 };
 static_assert(kMaxMBlocks * kMBlockRows <= SHRT_MAX, "rows of a CTA have 16 bits");
 
@@ -104,11 +105,12 @@ public:
     }
 
 private:
-    // Of a list, before truncation: keys that are written, and partial keys that wait.
+    // Of a list, before truncation.
     struct Length {
-        int written = 0, waiting = 0;
+        int keys = 0, partial = 0;
 
-        __device__ int total() const { return written + waiting; }
+        __device__ int waiting() const { return min(partial, kMaxPartial); }
+        __device__ int written() const { return keys - waiting(); }
     };
 
     __device__ static int batch_of(const BoundedLists& lists) {
@@ -139,10 +141,17 @@ private:
         return rows.begin <= last_row_ && rows.end > first_row_ && !rows.empty();
     }
 
-    // Whether a row of [first_row, last_row] does not see a key that the rows [begin, end) see. A list that is the only one
-    // of its head stays sorted: the kernels cut it at the causal end of their rows.
-    __device__ bool is_partial(int begin, int end, int first_row, int last_row) const {
-        return lists_.num_m_blocks > 1 && (begin > first_row || end <= last_row);
+    // Whether a row of [first_row, last_row] does not see a key that the rows [begin, end) see.
+    __device__ static bool is_partial(int begin, int end, int first_row, int last_row) {
+        return begin > first_row || end <= last_row;
+    }
+    // Puts a key at the end of a list of this length.
+    __device__ __forceinline__ void put(const Length& length, int m_block, int key, bool is_partial) {
+        if (is_partial && length.partial < kMaxPartial) {
+            smem_.partial[m_block][length.partial] = key;
+        } else if (length.written() < lists_.stride) {
+            lists_.keys[(first_list_ + m_block) * lists_.stride + length.written()] = key;
+        }
     }
 
     // The sum of `own` over the threads before this one. All threads call.
@@ -165,25 +174,14 @@ private:
         partial &= seen;
         int total;  // in the low half the keys, in the high half the partial ones
         const int before = sum_before(__popc(seen) | __popc(partial) << 16, buffer, total);
-        int waiting = before >> 16, others = (before & 0xffff) - waiting;
-        int new_waiting = total >> 16;
-        if (length.waiting + new_waiting > kMaxMBlocks * kMaxPartial) {
-            others += waiting;
-            partial = new_waiting = 0;
-        }
-        int32_t* const keys = lists_.keys + first_list_ * lists_.stride + length.written;
+        Length at{length.keys + (before & 0xffff), length.partial + (before >> 16)};
 #pragma unroll
         for (int i = 0; i < kKeys; ++i) {
             if ((seen >> i & 1) == 0) continue;
-            if ((partial >> i & 1) != 0) {
-                smem_.partial[length.waiting + waiting++] = key + i;
-            } else {
-                if (length.written + others < lists_.stride) keys[others] = key + i;
-                ++others;
-            }
+            put(at, 0, key + i, (partial >> i & 1) != 0);
+            ++at.keys, at.partial += partial >> i & 1;
         }
-        length.written += (total & 0xffff) - new_waiting;
-        length.waiting += new_waiting;
+        length.keys += total & 0xffff, length.partial += total >> 16;
     }
 
     // A warp's m_blocks are kWarps apart.
@@ -201,23 +199,16 @@ private:
             const int first_row = m_block * kMBlockRows;
             const int last_row = min(first_row + kMBlockRows, last_row_ - first_row_ + 1) - 1;
             if (last_row < first_row) return;  // beyond the sequence's rows
-            int32_t* keys = lists_.keys + (first_list_ + m_block) * lists_.stride;
 #pragma unroll 4
             for (int i = lane_id(); i - lane_id() < size; i += 32) {
                 const short2 rows = i < size ? smem_.rows[i] : short2{0, 0};
                 const bool is_listed = rows.x <= last_row && rows.y > first_row;
-                bool waits = is_listed && is_partial(rows.x, rows.y, first_row, last_row);
-                uint32_t waiting = __ballot_sync(~0u, waits);
-                if (length.waiting + __popc(waiting) > kMaxPartial) waits = false, waiting = 0;
-                const uint32_t others = __ballot_sync(~0u, is_listed && !waits);
-                const int at = length.written + rank_in(others);
-                if (waits) {
-                    smem_.partial[m_block * kMaxPartial + length.waiting + rank_in(waiting)] = smem_.key[i];
-                } else if (is_listed && at < lists_.stride) {
-                    keys[at] = smem_.key[i];
-                }
-                length.written += __popc(others);
-                length.waiting += __popc(waiting);
+                const bool is_last = is_listed && is_partial(rows.x, rows.y, first_row, last_row);
+                const uint32_t listed = __ballot_sync(~0u, is_listed), partial = __ballot_sync(~0u, is_last);
+                if (is_listed)
+                    put({length.keys + rank_in(listed), length.partial + rank_in(partial)}, m_block, smem_.key[i],
+                        is_last);
+                length.keys += __popc(listed), length.partial += __popc(partial);
             }
         });
     }
@@ -226,9 +217,9 @@ private:
         for_each_m_block([&](int m_block, const Length& full) {
             constexpr int kAlign = KeyListsView::kAlign;
             const int64_t list = first_list_ + m_block, begin = list * lists_.stride;
-            const int length = static_cast<int>(min(static_cast<int64_t>(full.total()), lists_.stride));
-            for (int i = lane_id(); full.written + i < length; i += 32)
-                lists_.keys[begin + full.written + i] = smem_.partial[m_block * kMaxPartial + i];
+            const int length = static_cast<int>(min(static_cast<int64_t>(full.keys), lists_.stride));
+            for (int i = lane_id(); full.written() + i < length; i += 32)
+                lists_.keys[begin + full.written() + i] = smem_.partial[m_block][i];
             const int end = ceil_div(length, kAlign) * kAlign;
             for (int at = length + lane_id(); at < end; at += 32) lists_.keys[begin + at] = -1;
             if (lane_id() == 0) lists_.begins[list] = begin, lists_.ends[list] = begin + end;
@@ -252,27 +243,27 @@ private:
 __global__ void __launch_bounds__(kThreads, 2)
     bounded_lists_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ BoundedLists lists) {
     grid_dependency_sync();
-    __shared__ SharedStorage smem;
-    BoundedListBuilder(p, lists, smem).run();
+    BoundedListBuilder(p, lists, dynamic_shared_storage<SharedStorage>()).run();
 }
 
 constexpr int kMergeThreads = 256;
 
-// Merges the two ascending parts of each list. A CTA has a list.
+// Merges the two ascending parts of each list. A CTA has a list. Lists of a caller with more parts are sorted slowly.
 __global__ void __launch_bounds__(kMergeThreads)
     merge_lists_kernel(const __grid_constant__ KeyListsView lists, int32_t* merged) {
     grid_dependency_sync();
     const int64_t begin = min(max(lists.begins[blockIdx.x], int64_t{0}), lists.capacity);
     const int size = static_cast<int>(max(min(lists.ends[blockIdx.x], lists.capacity) - begin, int64_t{0}));
     const int32_t* const keys = lists.keys + begin;
-    __shared__ int end_of_first, end_of_keys;
-    if (threadIdx.x == 0) end_of_first = end_of_keys = size;
+    __shared__ int end_of_first, end_of_keys, num_parts;
+    if (threadIdx.x == 0) end_of_first = end_of_keys = size, num_parts = 1;
     __syncthreads();
     for (int i = threadIdx.x; i < size; i += kMergeThreads) {
         if (keys[i] < 0) {
             atomicMin(&end_of_keys, i);
-        } else if (i > 0 && keys[i] < keys[i - 1]) {
+        } else if (i > 0 && keys[i] <= keys[i - 1]) {
             atomicMin(&end_of_first, i);
+            atomicAdd(&num_parts, 1);
         }
     }
     __syncthreads();
@@ -280,12 +271,15 @@ __global__ void __launch_bounds__(kMergeThreads)
     for (int i = threadIdx.x; i < size; i += kMergeThreads) {
         const int key = keys[i];
         int at = i;
-        if (i < total) {
+        if (i < total && num_parts > 2) {
+            at = 0;
+            for (int j = 0; j < total; ++j) at += keys[j] < key || (keys[j] == key && j < i) ? 1 : 0;
+        } else if (i < total) {
             // The keys of the other part before this one, by bisection.
             int low = i < first ? first : 0, high = i < first ? total : first;
             while (low < high) {
                 const int middle = (low + high) / 2;
-                keys[middle] < key ? low = middle + 1 : high = middle;
+                keys[middle] < key || (keys[middle] == key && middle < i) ? low = middle + 1 : high = middle;
             }
             at += low - first;
         }
@@ -328,7 +322,10 @@ void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& p
                              begins,
                              ends};
     const int64_t blocks = plan.batches * plan.heads * ceil_div<int64_t>(plan.num_m_blocks, plan.m_blocks_per_cta);
-    launch(bounded_lists_kernel, {grid_of(blocks), kThreads}, stream, params, lists);
+    constexpr int64_t kPartialBytes = sizeof(SharedStorage::partial[0]);
+    allow_shared_memory(reinterpret_cast<const void*>(bounded_lists_kernel), sizeof(SharedStorage));
+    const int64_t shared_bytes = sizeof(SharedStorage) - (kMaxMBlocks - plan.m_blocks_per_cta) * kPartialBytes;
+    launch(bounded_lists_kernel, {grid_of(blocks), kThreads, shared_bytes}, stream, params, lists);
 }
 
 void merge_bounded_lists_cuda(const KeyListsView& lists, int32_t* keys, cudaStream_t stream) {

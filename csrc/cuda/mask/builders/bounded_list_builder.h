@@ -24,12 +24,12 @@ struct BoundedListsPlan {
 BoundedListsPlan plan_bounded_lists(const AttentionParams& params, int64_t keys_per_row);
 
 // keys [capacity], begins and ends [lists], as in KeyListsView. Lists a key if its interval, the sequence length and,
-// if params.is_causal, causality let a row of the m_block see it. Truncates a list that exceeds its capacity. Of several
-// m_blocks a list has two parts, each of which ascends: most of the keys that only some of its rows see form the second.
+// if params.is_causal, causality let a row of the m_block see it. Truncates a list that exceeds its capacity. A list
+// has two parts, each of which ascends: the second has the first 256 of the keys that only some of the m_block's rows see.
 void bounded_lists_cuda(const AttentionParams& params, const BoundedListsPlan& plan, int32_t* keys, int64_t* begins,
                         int64_t* ends, cudaStream_t stream);
 
-// Sorts lists of one or two ascending parts. keys [capacity]: the sorted keys, at the same begins and ends.
+// Sorts such lists, those of other content slowly. keys [capacity]: the sorted keys, at the same begins and ends.
 void merge_bounded_lists_cuda(const KeyListsView& lists, int32_t* keys, cudaStream_t stream);
 
 }  // namespace flash_dmattn

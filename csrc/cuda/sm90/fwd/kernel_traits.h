@@ -32,8 +32,8 @@ struct FwdKernelTraits {
     static constexpr bool kGathers = false;
 };
 
-// Gathered keys: an m_block has the rows of a key list. More stages of V, at head dimension 128 instead of K: the
-// producer then finds the list of the next work tile earlier, while the MMA warpgroups are still busy.
+// Gathered keys: an m_block has the rows of a key list. Head dimensions 64 and 128 have another stage of V, 128 instead
+// of one of K: the producer then finds the list of the next work tile earlier, while the MMA warpgroups are still busy.
 template <int kHeadDim>
 struct FwdGatherKernelTraits : FwdKernelTraits<kHeadDim, false, true> {
     static constexpr FwdTileSizes kSizes = gathered_fwd_tile_sizes(kHeadDim);

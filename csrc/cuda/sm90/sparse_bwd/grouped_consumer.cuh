@@ -258,7 +258,7 @@ private:
     }
     // Converts dQ of all steps and leaves zeros in the slot.
     __device__ __forceinline__ void convert_dq() const {
-        constexpr int kAtOnce = Traits::kIsLarge ? 4 : 2;  // loads in flight together hide the latency
+        constexpr int kAtOnce = kHeadDim == 128 ? 4 : 2;  // loads in flight together hide the latency
         for (int first = 0; first < num_steps_; first += kAtOnce) {
             DqFragment dq[kAtOnce];
 #pragma unroll

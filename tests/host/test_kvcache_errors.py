@@ -348,7 +348,7 @@ CASES = {
     ),
     "relative bias of entries alone": (
         *(fixed, {"relative_bias": torch.zeros(5)}, ValueError),
-        r"relative_bias must be .*, got shape \(5\): pass relative_bias\[None, None\]",
+        r"relative_bias must be .*, got shape \(5,\): pass relative_bias\[None, None\]",
     ),
     "relative bias of integers": (
         *(fixed, {"relative_bias": torch.zeros(1, 1, 5).int()}, TypeError),

@@ -111,14 +111,19 @@ def require_count(name: str, value: object, accepted: str = "an int", hint: str 
     return value
 
 
+def require_count_or_tensor(name: str, value: object) -> int:
+    """`require_count` of an argument that may also be a tensor, which the caller tests before."""
+    accepted = "a torch.Tensor or an int"
+    if as_tensor_hint(name, value):
+        require_tensor(name, value, accepted)
+    return require_count(name, value, accepted)
+
+
 def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k: int | None = None) -> Tensor:
     """int32 (batch) of an int for all sequences, which is at most seqlen_k; a tensor as it is."""
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens
-    accepted = "a torch.Tensor or an int"
-    if as_tensor_hint("cache_seqlens", cache_seqlens):
-        require_tensor("cache_seqlens", cache_seqlens, accepted)
-    length = require_count("cache_seqlens", cache_seqlens, accepted)
+    length = require_count_or_tensor("cache_seqlens", cache_seqlens)
     if true_if_known(length > INT32_MAX):
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
     if seqlen_k is not None and statically_true(length > seqlen_k):

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from ..arguments import (
-    as_tensor_hint,
     batch_slice,
     check_cu_seqlens,
     check_same_sequences,
@@ -19,6 +18,7 @@ from ..arguments import (
     names,
     require_bool,
     require_count,
+    require_count_or_tensor,
     require_int,
     require_integers,
     require_length,
@@ -406,11 +406,7 @@ class KeyIntervalMask(Container, Mask):
                 that is not an int, is negative or is above 2^30.
         """
         if not isinstance(prefix_lens, Tensor):
-            accepted = "a torch.Tensor or an int"
-            if as_tensor_hint("prefix_lens", prefix_lens):
-                require_tensor("prefix_lens", prefix_lens, accepted)
-            prefix_lens = require_count("prefix_lens", prefix_lens, accepted)
-            prefix_lens = torch.full((1,), prefix_lens, device=device)
+            prefix_lens = torch.full((1,), require_count_or_tensor("prefix_lens", prefix_lens), device=device)
         require_integers("prefix_lens", prefix_lens)
         if prefix_lens.ndim != 1:
             raise ValueError(f"prefix_lens must be (B), got shape {shape_of(prefix_lens)}")

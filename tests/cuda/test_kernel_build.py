@@ -438,7 +438,9 @@ struct Forward {
 };
 
 template <int kHeadDim>
-using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>;
+constexpr int kListHeadDim = has_list_kernel(kHeadDim) ? kHeadDim : 64;
+template <int kHeadDim>
+using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kListHeadDim<kHeadDim>>>;
 
 template <int kHeadDim, int kRows = bwd_tile_sizes(kHeadDim).rows>
 struct Backward {

@@ -438,9 +438,7 @@ struct Forward {
 };
 
 template <int kHeadDim>
-constexpr int kListHeadDim = has_list_kernel(kHeadDim) ? kHeadDim : 64;
-template <int kHeadDim>
-using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kListHeadDim<kHeadDim>>>;
+using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<kHeadDim>>;
 
 template <int kHeadDim, int kRows = bwd_tile_sizes(kHeadDim).rows>
 struct Backward {

@@ -30,15 +30,12 @@ constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     throw std::logic_error("head dimension");
 }
 
+// Stages that differ for gathered keys: FwdGatherKernelTraits says why.
 constexpr FwdTileSizes gathered_fwd_tile_sizes(int head_dim) {
-    switch (head_dim) {
-        case 64: return {2, 128, 1, 4, 4, 0};
-        case 96: return {2, 128, 1, 2, 3, 0};
-        case 128: return {2, 128, 1, 2, 3, 0};
-        case 192: return {2, 64, 1, 2, 3, 0};
-        case 256: return {2, 64, 1, 2, 2, 0};
-    }
-    throw std::logic_error("head dimension");
+    FwdTileSizes sizes = fwd_tile_sizes(head_dim, false);
+    if (head_dim == 64) sizes.key_stages = sizes.value_stages = 4;
+    if (head_dim == 128) sizes.key_stages = 2, sizes.value_stages = 3;
+    return sizes;
 }
 
 // Query rows of an m_block, keys of an n_block.

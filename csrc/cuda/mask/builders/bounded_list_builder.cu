@@ -105,7 +105,7 @@ public:
     }
 
 private:
-    // Of a list, before truncation.
+    // The keys found so far for an m_block, also those beyond the capacity of its list.
     struct Length {
         int keys = 0, partial = 0;
 

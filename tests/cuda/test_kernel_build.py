@@ -434,7 +434,9 @@ void print(const char* direction, int head_dim, size_t size) {
 template <int kHeadDim>
 struct Forward {
     template <BiasKind kBias>
-    using Memory = FwdSharedStorage<half_t, kBias, FwdKernelTraits<kHeadDim, kBias == BiasKind::kDense>>;
+    using Memory = FwdSharedStorage<half_t, kBias, FwdKernelTraits<kHeadDim, kBias>>;
+    template <BiasKind kBias>
+    using Tall = FwdSharedStorage<half_t, kBias, FwdKernelTraits<kHeadDim, kBias, has_tall_fwd_tile(kHeadDim, kBias)>>;
 };
 
 template <int kHeadDim>
@@ -451,7 +453,8 @@ template <int kHeadDim>
 using Tall = typename Backward<kHeadDim, kMostRows<kHeadDim>>::template Memory<BiasKind::kKey>;
 
 #define FORWARD(T, kHeadDim) \\
-    print<Gathered<kHeadDim>>("fwd", kHeadDim, largest<Forward<kHeadDim>::template Memory>());
+    print<Gathered<kHeadDim>>("fwd", kHeadDim, std::max(largest<Forward<kHeadDim>::template Memory>(), \\
+                                                        largest<Forward<kHeadDim>::template Tall>()));
 #define BACKWARD(T, kHeadDim)                                                  \\
     print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>, Tall<kHeadDim>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());

@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "params.h"
+#include "cuda/softmax/relative_bias_segment.cuh"
 
 namespace flash_dmattn::cuda::sm90 {
 
@@ -17,11 +17,12 @@ struct FwdTileSizes {
 };
 
 // Prefill only: at most 64 query rows use sm80/fwd, and up to a few rows over a KV cache sm90/decode.
-// A dense bias takes shared memory and registers.
-constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
+// A dense bias takes shared memory.
+constexpr FwdTileSizes fwd_tile_sizes(int head_dim, BiasKind bias) {
+    const bool has_dense_bias = bias == BiasKind::kDense;
     switch (head_dim) {
-        case 32: return {3, 128, 2, 4, 4, 4};
-        case 64: return {has_dense_bias ? 2 : 3, 128, 1, 3, 3, 4};
+        case 32: return {2, 128, 2, 4, 4, 4};
+        case 64: return {2, 128, 1, 3, 3, 4};
         case 96: return {2, 128, 1, 2, 3, 4};
         case 128: return {2, 128, 1, has_dense_bias ? 2 : 3, 2, 3};
         case 192: return {2, 64, 1, 2, 3, 3};
@@ -30,9 +31,30 @@ constexpr FwdTileSizes fwd_tile_sizes(int head_dim, bool has_dense_bias) {
     throw std::logic_error("head dimension");
 }
 
+// The tall tile has more warpgroups: while some compute a softmax, the GEMMs of others run, and K and V are read less
+// often. Their threads have fewer registers, so that n_blocks have fewer keys; 128 with a relative bias, of which the
+// producer copies entries for every n_block.
+constexpr bool has_tall_fwd_tile(int head_dim, BiasKind bias) {
+    return head_dim <= 64 || (head_dim == 128 && bias == BiasKind::kNone);
+}
+// Whether it serves masks, unless they differ by row. Without a dense bias it would be slower with them: the producer
+// takes as long for 64 keys as for 128.
+constexpr bool tall_fwd_tile_serves_masks(BiasKind bias) { return bias == BiasKind::kDense; }
+
+constexpr FwdTileSizes tall_fwd_tile_sizes(int head_dim, BiasKind bias) {
+    const bool has_dense_bias = bias == BiasKind::kDense;
+    if (is_relative(bias)) return head_dim == 32 ? FwdTileSizes{3, 128, 2, 4, 4, 1} : FwdTileSizes{3, 128, 1, 3, 3, 1};
+    switch (head_dim) {
+        case 32: return {4, 64, 2, 4, 4, 4};
+        case 64: return {4, 64, 1, 4, has_dense_bias ? 3 : 4, 3};
+        case 128: return {3, 64, 1, 3, 3, 1};
+    }
+    throw std::logic_error("head dimension");
+}
+
 // Stages that differ for gathered keys: FwdGatherKernelTraits says why.
 constexpr FwdTileSizes gathered_fwd_tile_sizes(int head_dim) {
-    FwdTileSizes sizes = fwd_tile_sizes(head_dim, false);
+    FwdTileSizes sizes = fwd_tile_sizes(head_dim, BiasKind::kNone);
     if (head_dim == 64) sizes.key_stages = sizes.value_stages = 4;
     if (head_dim == 128) sizes.key_stages = 2, sizes.value_stages = 3;
     return sizes;

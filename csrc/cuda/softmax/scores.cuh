@@ -118,21 +118,6 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNF
     }
 }
 
-// The same with a bias in registers, as A operands.
-template <typename T, int kNFragments>
-__device__ __forceinline__ void scale_and_add_bias(float (&acc)[1][kNFragments][4], float scale,
-                                                   const uint32_t (&bias)[kNFragments / 2][4]) {
-#pragma unroll
-    for (int n = 0; n < kNFragments; ++n)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float2 pair = unpack<T>(bias[n / 2][n % 2 * 2 + h]);
-            float* x = acc[0][n] + 2 * h;
-            x[0] = fmaf(x[0], scale, pair.x);
-            x[1] = fmaf(x[1], scale, pair.y);
-        }
-}
-
 // lse times log2(e), +inf for empty rows and rows beyond the sequence, so that exp2(x - lse) is 0. It is 0 for scores
 // that a bias masks as well, because lse is larger by at least the spacing of biases near finfo.min (32 for float16).
 // The product must not overflow to -inf.

@@ -51,10 +51,10 @@ private:
     using Words = uint32_t[kWords];
     using BiasTile = typename SharedStorage::BiasTile;
     using RelativeBiasLane = typename SharedStorage::RelativeSegment::Lane;
-    // Whether registers hold a dense bias, read while GEMMs run, as A operands, each of which covers two fragments of
-    // the scores. Otherwise it is read when it is added.
-    static constexpr bool kHoldsBias = kBias == BiasKind::kDense && kHeadDim < 128;
-    using Bias = uint32_t[kHoldsBias ? kScoreFragments / 2 : 1][4];
+    // A dense bias is read in steps of 16 keys, as A operands, each of which covers two fragments of the scores: the
+    // first kBiasAhead of an n_block while its GEMMs run, then each that many steps before it is added.
+    static constexpr int kBiasSteps = kKeys / 16, kBiasAhead = 2;
+    using Bias = uint32_t[kBias == BiasKind::kDense ? kBiasSteps : 1][4];
 
     __device__ void warp_scheduler_barrier_sync() const {
         named_barrier_sync(FwdNamedBarriers::kWarpSchedulerWG1 + warpgroup_, 2 * kWarpgroupThreads);
@@ -88,7 +88,7 @@ private:
             begin_scores(scores);
             warp_scheduler_barrier_arrive();
             load_metadata();
-            release_bias();
+            load_first_biases();
             wait_for_scores<0>(scores);
             softmax(scores, probs, [] {});
             while (wait_for_keys()) {
@@ -98,7 +98,7 @@ private:
                 if (!Traits::kGathers) wait_for_values();
                 gemm_pv(probs);
                 warp_scheduler_barrier_arrive();
-                release_bias();
+                load_first_biases();
                 wait_for_scores<1>(scores);
                 softmax(scores, probs, [&] { finish_pv(); });
             }
@@ -181,25 +181,24 @@ private:
                 for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
             }
         }
-        if constexpr (kHoldsBias) {
+    }
+    // Waits for a dense bias, and reads its first steps, while the GEMMs run.
+    __device__ __forceinline__ void load_first_biases() {
+        if constexpr (kBias == BiasKind::kDense) {
             auto pipeline = bias_pipeline_;
 #pragma unroll
-            for (int i = 0; i < kBiasTiles; ++i, pipeline.advance()) {
-                pipeline.consumer_wait();
-                const BiasTile& tile = smem_.bias[warpgroup_][pipeline.stage()];
-                const uint32_t lane = tile.ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T);
+            for (int i = 0; i < kBiasTiles; ++i, pipeline.advance()) pipeline.consumer_wait();
 #pragma unroll
-                for (int col = 0; col < BiasTile::kCols; col += 16)
-                    BiasTile::load_a(bias_[(i * BiasTile::kCols + col) / 16], lane, 0, col);
-            }
+            for (int step = 0; step < kBiasAhead; ++step) load_bias(step);
         }
     }
-    // After load_metadata, once the warpgroup has issued its GEMMs.
-    __device__ __forceinline__ void release_bias() {
-        if constexpr (kHoldsBias) {
-#pragma unroll
-            for (int i = 0; i < kBiasTiles; ++i) release_bias_stage();
-        }
+    // Steps are read in order, each once.
+    __device__ __forceinline__ void load_bias(int step) {
+        constexpr int kSteps = SharedStorage::kBiasKeys / 16;  // of a stage
+        const BiasTile& tile = smem_.bias[warpgroup_][bias_pipeline_.stage()];
+        const uint32_t lane = tile.ldmatrix_lane_a() + warp_row_ * BiasTile::kSlabCols * sizeof(T);
+        BiasTile::load_a(bias_[step], lane, 0, step % kSteps * 16);
+        if (step % kSteps == kSteps - 1) release_bias_stage();
     }
     __device__ __forceinline__ void release_bias_stage() {
         fence_proxy_async();  // orders this warp's reads before the next TMA load of the stage
@@ -321,7 +320,7 @@ private:
         if (is_full_) return false;
 
         // The rows' mask words include visible_keys, except for keys that a key bias masks.
-        const bool masked = mask_differs_by_row(p_) && !metadata().full;
+        const bool masked = Traits::kServesRowMasks && mask_differs_by_row(p_) && !metadata().full;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const Words& words =
@@ -340,17 +339,15 @@ private:
     }
 
     __device__ __forceinline__ void add_dense_bias(Scores& scores, float scale) {
-        if constexpr (kHoldsBias) {
-            scale_and_add_bias<T>(scores, scale, bias_);
-        } else {
-            constexpr int kTileFragments = SharedStorage::kBiasKeys / 8;
 #pragma unroll
-            for (int i = 0; i < kBiasTiles; ++i) {
-                bias_pipeline_.consumer_wait();
-                auto& tile_scores = reinterpret_cast<float (&)[1][kTileFragments][4]>(scores[0][i * kTileFragments]);
-                scale_and_add_bias<T, 1>(tile_scores, scale, smem_.bias[warpgroup_][bias_pipeline_.stage()], warp_row_,
-                                         0);
-                release_bias_stage();
+        for (int step = 0; step < kBiasSteps; ++step) {
+            if (step + kBiasAhead < kBiasSteps) load_bias(step + kBiasAhead);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 bias = unpack<T>(bias_[step][i]);
+                float* x = scores[0][2 * step + i / 2] + i % 2 * 2;
+                x[0] = fmaf(x[0], scale, bias.x);
+                x[1] = fmaf(x[1], scale, bias.y);
             }
         }
     }
@@ -418,7 +415,7 @@ private:
     bool is_full_;              // no score of the n_block is masked; not for gathered keys
     uint32_t masked_words_;     // gathered keys: words of 32 keys, one of which is masked for a row of this warp
     bool adds_key_bias_;        // the n_block has parts of a key bias that are added to scaled scores
-    Bias bias_;                 // of the n_block, if kHoldsBias
+    Bias bias_;                 // dense, of the n_block
     RelativeBiasLane relative_bias_lane_;
     int shared_end_, next_shared_end_;  // BlockMetadata::shared_end of the scores and of those that are issued next
     float shared_bias_;                 // that the scores and the base of the softmax leave out

@@ -1,4 +1,4 @@
-// The sm90 forward kernel: one producer warpgroup, two or three MMA warpgroups of 64 query rows each.
+// The sm90 forward kernel: one producer warpgroup, two to four MMA warpgroups of 64 query rows each.
 #pragma once
 
 #include "cuda/arch/grid_dependency.cuh"
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         warpgroup_reg_dealloc<Traits::kProducerRegisters>();
         if constexpr (Traits::kGathers) {
             FwdGatherProducer<T, kBias, Traits>(p, params, maps, smem).run();
-        } else if (!has_mask(p)) {
+        } else if (!Traits::kServesMasks || !has_mask(p)) {
             FwdUnmaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();
         } else {
             FwdMaskedProducer<T, kBias, Traits>(p, params, maps, smem).run();

@@ -11,12 +11,12 @@ constexpr __host__ __device__ bool starts_from_bias(BiasKind bias) {
     return bias == BiasKind::kKey || is_relative(bias);
 }
 
-// kFewer: two MMA warpgroups instead of three.
-template <int kHeadDim_, bool kHasDenseBias, bool kFewer = false>
+template <int kHeadDim_, BiasKind kBias, bool kTall = false>
 struct FwdKernelTraits {
     static constexpr int kHeadDim = kHeadDim_;
-    static constexpr FwdTileSizes kSizes = fwd_tile_sizes(kHeadDim, kHasDenseBias);
-    static constexpr int kConsumerWarpgroups = kFewer ? 2 : kSizes.warpgroups;
+    static constexpr FwdTileSizes kSizes =
+        kTall ? tall_fwd_tile_sizes(kHeadDim, kBias) : fwd_tile_sizes(kHeadDim, kBias);
+    static constexpr int kConsumerWarpgroups = kSizes.warpgroups;
     static constexpr int kRows = kConsumerWarpgroups * 64;
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kQueryStages = kSizes.query_stages;
@@ -25,17 +25,22 @@ struct FwdKernelTraits {
     static constexpr int kBiasStages = kSizes.bias_stages;
     static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;
     // Per thread. The consumers take what the producer releases of the registers that the CTA was launched with.
-    static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 224 : 208;
+    static constexpr int kConsumerRegisters = kConsumerWarpgroups == 4   ? 112
+                                              : kConsumerWarpgroups == 3 ? 160
+                                              : kHeadDim == 256          ? 224
+                                                                         : 208;
     static constexpr int kProducerRegisters =
         65536 / kThreads / 8 * 8 * (1 + kConsumerWarpgroups) - kConsumerWarpgroups * kConsumerRegisters;
-    static_assert(kConsumerWarpgroups == 2 || kConsumerWarpgroups == 3);
+    static_assert(2 <= kConsumerWarpgroups && kConsumerWarpgroups <= 4);
     static constexpr bool kGathers = false;
+    static constexpr bool kServesMasks = !kTall || tall_fwd_tile_serves_masks(kBias);
+    static constexpr bool kServesRowMasks = !kTall;  // masks that differ by row
 };
 
 // Gathered keys: an m_block has the rows of a key list. Head dimensions 64 and 128 have another stage of V, 128 instead
 // of one of K: the producer then finds the list of the next work tile earlier, while the MMA warpgroups are still busy.
 template <int kHeadDim>
-struct FwdGatherKernelTraits : FwdKernelTraits<kHeadDim, false, true> {
+struct FwdGatherKernelTraits : FwdKernelTraits<kHeadDim, BiasKind::kNone> {
     static constexpr FwdTileSizes kSizes = gathered_fwd_tile_sizes(kHeadDim);
     static constexpr int kKeyStages = kSizes.key_stages;
     static constexpr int kValueStages = kSizes.value_stages;

@@ -51,18 +51,15 @@ void launch_fwd(const FwdArgs& p, cudaStream_t stream) {
 
 template <typename T, BiasKind kBias, int kHeadDim>
 void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
-    constexpr bool kIsDense = kBias == BiasKind::kDense;
-    using Traits = FwdKernelTraits<kHeadDim, kIsDense>;
-    using Fewer = FwdKernelTraits<kHeadDim, kIsDense, true>;
-    if constexpr (Traits::kConsumerWarpgroups > 2) {
-        using Segment = typename FwdSharedStorage<T, kBias, Traits>::RelativeSegment;
+    using Traits = FwdKernelTraits<kHeadDim, kBias>;
+    if constexpr (has_tall_fwd_tile(kHeadDim, kBias)) {
+        using Tall = FwdKernelTraits<kHeadDim, kBias, true>;
+        using Segment = typename FwdSharedStorage<T, kBias, Tall>::RelativeSegment;
         const bool holds_bias = !is_relative(kBias) || Segment::size(p.relative_bias) <= Segment::kMaxEntries;
-        !holds_bias || fewer_fit_better(p.seqlen_q, Fewer::kRows, Traits::kRows)
-            ? launch_fwd<T, kBias, Fewer>(p, stream)
-            : launch_fwd<T, kBias, Traits>(p, stream);
-    } else {
-        launch_fwd<T, kBias, Traits>(p, stream);
+        if (holds_bias && should_use_tall_tile(p, Traits::kRows, Tall::kRows))
+            return launch_fwd<T, kBias, Tall>(p, stream);
     }
+    launch_fwd<T, kBias, Traits>(p, stream);
 }
 
 template <typename T, int kHeadDim>

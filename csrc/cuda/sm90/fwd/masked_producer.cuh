@@ -132,7 +132,10 @@ private:
         key_pipeline_.advance();
     }
 
-    __device__ bool is_masked(const ActiveBlock& block) const { return !block.full && mask_differs_by_row(p_); }
+    // Whether the n_block has a mask that differs by row.
+    __device__ bool is_masked(const ActiveBlock& block) const {
+        return Traits::kServesRowMasks && !block.full && mask_differs_by_row(p_);
+    }
 
     __device__ __forceinline__ void prefetch(const FwdWorkTile& work_tile, ActiveBlock& block) const {
         if constexpr (kBias == BiasKind::kKey) block.key_bias = load_key_bias_of_thread(work_tile.s, block.n_block);

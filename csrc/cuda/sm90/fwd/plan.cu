@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/arch/tensor_map.h"
 #include "cuda/common/check.h"
@@ -12,12 +13,14 @@
 #include "cuda/sm90/pair_bias/config.h"
 #include "cuda/sm90/pair_bias/run.h"
 #include "cuda/sm90/relative_bias.h"
+#include "cuda/sm90/tile_sizes.h"
 #include "kernels.h"  // generated
 
 namespace flash_dmattn::cuda::sm90 {
 namespace {
 
-constexpr int64_t kMinRows = 65;  // fewer rows are faster with sm80's small tiles
+constexpr int64_t kMinRows = 65;   // fewer rows are faster with sm80's small tiles
+constexpr int64_t kMinKeys = 128;  // fewer keys are no slower with sm80's
 
 using Launcher = void (*)(const FwdArgs&, cudaStream_t);
 const KernelTable<Launcher> kKernels(FLASH_DMATTN_LAUNCHERS(FLASH_DMATTN_SM90_FWD_KERNELS, run_fwd));
@@ -50,15 +53,36 @@ int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
     return swizzle;
 }
 
+// Query rows that the busiest SM processes, in rows that see all keys, with m_blocks of `rows` rows.
+double rows_of_busiest_sm(const FwdArgs& p, int rows) {
+    const double m_blocks = static_cast<double>(total_m_blocks(p, rows) * p.heads) / current_device().num_sms;
+    if (!p.is_causal) return std::ceil(m_blocks) * rows;
+    const auto mean = [&](bool is_packed, int64_t total, int64_t fixed) {
+        return is_packed ? static_cast<double>(total) / p.batch : static_cast<double>(fixed);
+    };
+    const double queries = mean(p.cu_seqlens_q != nullptr, p.total_q, p.seqlen_q);
+    const double keys = mean(p.cu_seqlens_k != nullptr, p.total_k, p.seqlen_k);
+    const double keys_of_first = std::clamp((keys - queries + rows) / keys, 0., 1.);  // the part that m_block 0 sees
+    // Longest first: the SMs differ by about half an m_block, and one has an m_block that sees all keys.
+    return std::max<double>(rows, m_blocks * rows * (keys_of_first + 1) / 2 + rows / 2);
+}
+
 }  // namespace
+
+bool should_use_tall_tile(const FwdArgs& p, int rows, int tall_rows) {
+    if (has_mask(p) && (!tall_fwd_tile_serves_masks(p.bias.kind) || mask_differs_by_row(p))) return false;
+    // Work tiles of short packed sequences differ much: many small ones are better balanced.
+    constexpr int64_t kLongSequence = 2048;
+    if (p.cu_seqlens_q != nullptr && p.total_q < kLongSequence * p.batch) return false;
+    constexpr double kTimePerRow = 0.85;  // of that with the other tile, measured on an H200: 0.79 to 0.96
+    return rows_of_busiest_sm(p, tall_rows) * kTimePerRow < rows_of_busiest_sm(p, rows);
+}
 
 bool should_use_fwd(const FwdParams& params) {
     const FwdParams p = with_dense_bias(params);
     if (p.lists.present()) return true;
     if (is_pair_bias(p)) return should_use_pair_bias_fwd(p);
-    const bool has_own_bias = p.bias.present() && p.bias.batches == p.batch;
-    if (p.head_dim <= 32) return p.seqlen_k >= (has_own_bias ? 512 : 4096);
-    return p.seqlen_k >= (p.head_dim <= 64 ? 512 : 128);
+    return p.seqlen_k >= kMinKeys;
 }
 
 bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
@@ -90,7 +114,7 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers)
     // used only if these are short, their lengths change evenly, or a CTA has so many that they average out.
     const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
     const bool uniform = gathers || (!p.is_causal && even);
-    constexpr unsigned kShort = 2048, kManyRounds = 16;
+    constexpr unsigned kShort = 2048, kManyRounds = 24;
     const unsigned num_sms = current_device().num_sms;
     const bool averages_out =
         scheduler.packs_m_blocks && !mask_differs_by_row(p) && scheduler.num_work_tiles >= kManyRounds * num_sms;

@@ -8,8 +8,7 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-// Whether these kernels are faster than sm80's, as measured on an H200: with short sequences of small heads they are
-// not.
+// Whether these kernels are faster than sm80's, as measured on an H200: with few keys they are not.
 bool should_use_fwd(const FwdParams& params);
 // Selects the kernel. Returns false where none supports the call (docs/kernels.md, "Which kernels serve a call").
 bool plan_fwd(const FwdParams& params, FwdPlan& plan);
@@ -33,6 +32,8 @@ struct FwdGrid {
     FwdTileSchedulerParams scheduler{};
     unsigned num_ctas = 0;
 };
+// Whether the tall tile is faster than that of `rows` rows.
+bool should_use_tall_tile(const FwdArgs& p, int rows, int tall_rows);
 // rows: of a work tile. gathers: over key lists.
 FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers);
 

@@ -39,12 +39,12 @@ struct FwdTensorMaps {
     CUtensorMap query, key, value, bias;
 };
 
-// Entries that end in WG1 start one barrier per MMA warpgroup, of which there are at most three.
+// Entries that end in WG1 start one barrier per MMA warpgroup, of which there are at most four.
 struct FwdNamedBarriers {
     enum : int {
         kWarpSchedulerWG1 = 1,  // ping-pong: the warpgroup may issue GEMMs
-        kWarpgroupSyncWG1 = 4,  // the threads of one MMA warpgroup
-        kNextWorkTile = 7,      // the producer: the dynamic scheduler has written the next index
+        kWarpgroupSyncWG1 = 5,  // the threads of one MMA warpgroup
+        kNextWorkTile = 9,      // the producer: the dynamic scheduler has written the next index
     };
 };
 

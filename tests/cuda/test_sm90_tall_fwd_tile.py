@@ -1,0 +1,121 @@
+"""The tall tile of the sm90 forward: m_blocks of 192 or 256 rows, where the SMs have enough of them."""
+
+import re
+
+import pytest
+import torch
+from gpu_inputs import CAUSAL, mask_of, on_gpu, randn, takes_gpu_memory
+from helpers import check
+from sequences import slices
+from sm90 import bias_of, check_masked_parts, names_of, offsets
+
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
+
+# Kernels with a tall tile.
+KERNELS = pytest.mark.parametrize(
+    "head_dim, pairs",
+    [(head_dim, pairs) for head_dim in (24, 32, 64) for pairs in ("none", "key", "dense", "relative")]
+    + [(104, "none"), (128, "none")],
+)
+
+
+def sms():
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
+def is_tall(names):
+    return re.search("FwdKernelTraits<[^>]*, true>", names) is not None
+
+
+def biases_of(pairs, heads, rows, keys):
+    """attn_bias and relative_bias."""
+    if pairs == "relative":
+        return None, torch.randn(1, heads, 2 * 40 + 1, device="cuda")
+    return bias_of(pairs, 1, heads, rows, keys), None
+
+
+def check_tall(tensors, mask=None, bias=None, **options):
+    assert is_tall(names_of(lambda: flash_dmattn_func(*tensors, mask, bias, **options)))
+    check(tensors, mask, bias, **options)
+
+
+def test_which_calls_use_it():
+    def served(head_dim, rows, mask=None, bias=None, *, heads=None, **options):
+        heads = heads or sms()
+        tensors = on_gpu(1, rows, 264, heads, heads, head_dim)
+        return is_tall(names_of(lambda: flash_dmattn_func(*tensors, mask, bias, **options)))
+
+    key_bias, dense_bias = randn(1, 1, 1, 264), randn(1, 1, 256, 264)
+    key_mask, row_mask = mask_of(1, 1, 1, 264), mask_of(1, 1, 256, 264)
+    assert served(64, 256) and served(64, 256, bias=key_bias) and served(64, 256, bias=dense_bias)
+    assert served(128, 192) and served(64, 192, relative_bias=randn(1, 1, 63)) and served(64, 256, softcap=4.0)
+    assert served(64, 256, key_mask, dense_bias)
+    # Few work tiles, or more rows beyond the sequence.
+    assert not served(64, 256, heads=4) and not served(64, 128) and not served(128, 256)
+    assert not served(64, 256, key_mask) and not served(64, 256, row_mask) and not served(64, 256, row_mask, dense_bias)
+    assert not served(128, 192, bias=key_bias) and not served(192, 192)
+
+
+@KERNELS
+@pytest.mark.parametrize("rows, keys", [(192, 264), (500, 136), (192, 8), (180, 520)])
+def test_lengths(head_dim, pairs, rows, keys, poisoned_allocations):
+    """Tiles that reach beyond the rows and the keys."""
+    heads = sms()
+    bias, relative_bias = biases_of(pairs, heads, rows, keys)
+    check_tall(on_gpu(1, rows, keys, heads, heads // 2, head_dim), bias=bias, relative_bias=relative_bias)
+
+
+@takes_gpu_memory(24)
+@pytest.mark.parametrize("head_dim, pairs", [(64, "none"), (64, "key"), (64, "dense"), (32, "none"), (128, "none")])
+def test_causal(head_dim, pairs):
+    rows, keys, heads = 960, 2104, sms() * 3 // 4 // 2 * 2
+    bias, _ = biases_of(pairs, 2, rows, keys)
+    check_tall(on_gpu(1, rows, keys, heads, 2, head_dim), bias=bias, is_causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_dense_bias_with_key_mask(head_dim):
+    heads = sms()
+    mask = mask_of(2, 1, 1, 264)
+    mask[1, ..., 64:200] = False
+    bias = randn(1, heads, 256, 264)
+    bias[:, :, 3] = bias[:, :, 100, ::3] = -torch.inf
+    bias[:, :, 200] = torch.finfo(bias.dtype).min
+    check_tall(on_gpu(2, 256, 264, heads, heads, head_dim), mask, bias)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_masked_keys_may_hold_nan(head_dim):
+    heads, keys = sms(), 264
+    masked_keys = torch.zeros(1, keys, dtype=torch.bool, device="cuda")
+    masked_keys[:, 120:130] = masked_keys[:, 200:] = masked_keys[:, ::9] = True
+    bias = randn(1, 1, 1, keys).masked_fill(masked_keys[:, None, None], -torch.inf)
+    tensors = on_gpu(1, 256, keys, heads, heads, head_dim)
+    assert is_tall(names_of(lambda: flash_dmattn_func(*tensors, None, bias)))
+    check_masked_parts(tensors, None, bias, torch.zeros(1, 256, dtype=torch.bool, device="cuda"), masked_keys)
+
+
+@CAUSAL
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences(head_dim, causal):
+    """They use it by their mean length, and do not read each other."""
+    heads = 16
+
+    def attend(rows, keys):
+        tensors = [randn(sum(rows), heads, head_dim), *(randn(sum(keys), 4, head_dim) for _ in "kv")]
+        limits = offsets(rows), offsets(keys), max(rows), max(keys)
+        results = []
+        names = names_of(
+            lambda: results.append(flash_dmattn_varlen_func(*tensors, None, None, *limits, is_causal=causal))
+        )
+        return is_tall(names), tensors, limits, results[0]
+
+    assert not attend([700] * 30, [700] * 30)[0]
+    tall, tensors, limits, out = attend([4000, 6000, 1, 5100], [3600, 6000, 65, 4097])
+    assert tall
+    for row, key in zip(slices(limits[0]), slices(limits[1])):
+        alone = [x[part][None] for x, part in zip(tensors, (row, key, key))]
+        expected = flash_dmattn_func(*alone, is_causal=causal)[0]
+        torch.testing.assert_close(out[row], expected, rtol=2e-2, atol=2e-2)

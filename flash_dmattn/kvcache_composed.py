@@ -32,10 +32,11 @@ from .ops.schema import KvCacheArguments
 
 CHECKS_DEVICES = os.environ.get("FLASH_DMATTN_CHECK") == "1"  # as in csrc/torch/checks.cpp
 # With batch_invariant on CUDA sequences are packed, and max_seqlen_q and max_seqlen_k do not decide which kernel serves
-# them, as in csrc/torch/kvcache.cpp. max_seqlen_q is rounded up to whole m_blocks: of 128 and of 192 rows, with
-# window_size of the LIST_ROWS of key lists. That is more than the kernels for few rows serve, whose split-KV depends
-# on the batch. max_seqlen_k is above every threshold between kernels. The blocks of the other kernels start at a
-# sequence's first row, so that its bits depend on the sequence alone.
+# them, as in csrc/torch/kvcache.cpp. max_seqlen_q is rounded up to whole m_blocks, with window_size to the LIST_ROWS of
+# key lists. That is more than the kernels for few rows serve, whose split-KV depends on the batch. max_seqlen_k is
+# above every threshold between kernels, and without window_size above the keys of all sequences: the sm90 forward then
+# does not choose its tile by their number. The blocks of the other kernels start at a sequence's first row, so that its
+# bits depend on the sequence alone.
 INVARIANT_ROWS = 384
 INVARIANT_MIN_KEYS = 4096
 
@@ -366,6 +367,8 @@ def attend_invariantly(call: Call) -> tuple[Tensor, Tensor]:
     multiple = INVARIANT_ROWS if call.window_size is None else LIST_ROWS
     rows = -(-call.varlen.max_seqlen_q // multiple) * multiple
     keys = max(call.varlen.max_seqlen_k, INVARIANT_MIN_KEYS)
+    if call.window_size is None:
+        keys = max(keys, call.key.shape[0] + 1)
     call.varlen = call.varlen._replace(max_seqlen_q=rows, max_seqlen_k=keys)
     call.keeps_max_seqlen = True
     if call.window_size is not None:

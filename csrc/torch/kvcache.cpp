@@ -414,6 +414,9 @@ int64_t invariant_rows(const KvCacheInputs& in, int64_t rows) {
     return (rows + multiple - 1) / multiple * multiple;
 }
 
+// Their max_seqlen_k, without a window, if they have so many keys together.
+int64_t invariant_keys(int64_t total) { return std::max(total + 1, kInvariantMinKeys); }
+
 // As the operator attend_to_gathered_keys, in less host time. With a window it uses key lists, also for few keys.
 ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in) {
     Inputs call{};
@@ -434,7 +437,7 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
         longest = std::min(longest, all_keys);
         if (in.batch_invariant) {
             rows = invariant_rows(in, rows);
-            longest = std::max(keys.max_keys, kInvariantMinKeys);
+            longest = std::max(keys.max_keys, in.window_size ? kInvariantMinKeys : invariant_keys(all_keys));
         }
         call.cu_seqlens_q = in.cu_seqlens_q;
         call.cu_seqlens_k = keys.cu_seqlens_k;

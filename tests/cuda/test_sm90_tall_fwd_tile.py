@@ -9,7 +9,7 @@ from helpers import check
 from sequences import slices
 from sm90 import bias_of, check_masked_parts, names_of, offsets
 
-from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
+from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, flash_dmattn_with_kvcache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
 
@@ -119,3 +119,27 @@ def test_packed_sequences(head_dim, causal):
         alone = [x[part][None] for x, part in zip(tensors, (row, key, key))]
         expected = flash_dmattn_func(*alone, is_causal=causal)[0]
         torch.testing.assert_close(out[row], expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_batch_invariant_calls_do_not_use_it(page_size):
+    """Their tile may not depend on the other sequences."""
+    batch, rows, heads, head_dim = 4, 2304, 32, 64
+    query, key, value = on_gpu(batch, rows, rows, heads, 4, head_dim)
+    lengths = torch.tensor([2304, 2304, 2100, 2304], dtype=torch.int32, device="cuda")
+
+    def attend(of, invariant):
+        caches, table = (key[of], value[of]), None
+        if page_size is not None:
+            caches = [x.unflatten(1, (-1, page_size)).flatten(0, 1) for x in caches]
+            table = torch.arange(caches[0].shape[0], dtype=torch.int32, device="cuda").view(query[of].shape[0], -1)
+        options = {"cache_seqlens": lengths[of], "block_table": table, "is_causal": True, "batch_invariant": invariant}
+        results = []
+        names = names_of(lambda: results.append(flash_dmattn_with_kvcache(query[of], *caches, **options)))
+        return is_tall(names), results[0]
+
+    assert attend(slice(None), False)[0]
+    tall, together = attend(slice(None), True)
+    assert not tall
+    for b in range(batch):
+        assert torch.equal(attend(slice(b, b + 1), True)[1][0], together[b])

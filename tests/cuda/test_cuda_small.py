@@ -44,13 +44,13 @@ def randn(shape):
     return None if shape is None else torch.randn(*shape).bfloat16()
 
 
-def check_on_gpu(rows, keys, head_dim, mask, bias, sparse="tiles", **options):
+def check_on_gpu(rows, keys, head_dim, mask, bias, sparse="tiles", heads=4, **options):
     def function(*args, **kwargs):
         moved = [x if x is None else x.to("cuda") for x in args]
         options = {name: x.to("cuda") if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
         return [x.cpu() for x in flash_dmattn_func(*moved, sparse=sparse, **options)]
 
-    tensors = inputs(2, rows, keys, 4, 2, head_dim, torch.bfloat16)
+    tensors = inputs(2, rows, keys, heads, heads // 2, head_dim, torch.bfloat16)
     check(tensors, mask, bias, function=function, **options)
 
 
@@ -69,6 +69,15 @@ def test_tiles(case, head_dim):
     mask = None if mask_shape is None else rand_mask(*mask_shape)
     keys = (bias_shape or mask_shape or (KEYS,))[-1]
     check_on_gpu(rows, keys, head_dim, mask, randn(bias_shape), **options)
+
+
+@pytest.mark.parametrize("bias_rows", [None, 1, 192], ids=["no bias", "key bias", "dense bias"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_many_heads(head_dim, bias_rows):
+    """The tall tiles of the sm90 forward."""
+    heads = torch.cuda.get_device_properties(0).multi_processor_count // 4 * 2
+    bias = None if bias_rows is None else randn((1, heads, bias_rows, KEYS))
+    check_on_gpu(192, KEYS, head_dim, None, bias, heads=heads)
 
 
 @pytest.mark.parametrize("mask_shape", [None, (32, 1, 1, KEYS)], ids=["no mask", "mask"])

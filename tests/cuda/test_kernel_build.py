@@ -237,7 +237,7 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes per thread. The producer deallocates its registers and spills what it needs once per block.
 MAX_LOCAL_MEMORY_ON_HOPPER = 320
 # Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
-# accumulator would add dozens. The forward has the most with a key bias at head dimension 64: 19.
+# accumulator would add dozens.
 MAX_LOCAL_MEMORY_OF_DECODING = 32
 MAX_LOCAL_ACCESSES = {"fwd": 20, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
 
@@ -426,6 +426,10 @@ size_t largest() {
     const size_t none = sizeof(Memory<BiasKind::kNone>), key = sizeof(Memory<BiasKind::kKey>);
     return std::max({none, key, sizeof(Memory<BiasKind::kDense>)});
 }
+template <template <BiasKind> typename Memory>
+size_t largest_of_forward() {
+    return std::max({largest<Memory>(), sizeof(Memory<BiasKind::kRelative>), sizeof(Memory<BiasKind::kRelativeGrid>)});
+}
 template <typename... Memories>
 void print(const char* direction, int head_dim, size_t size) {
     std::printf("%s %d %zu\\n", direction, head_dim, std::max({size, sizeof(Memories)...}));
@@ -453,8 +457,8 @@ template <int kHeadDim>
 using Tall = typename Backward<kHeadDim, kMostRows<kHeadDim>>::template Memory<BiasKind::kKey>;
 
 #define FORWARD(T, kHeadDim) \\
-    print<Gathered<kHeadDim>>("fwd", kHeadDim, std::max(largest<Forward<kHeadDim>::template Memory>(), \\
-                                                        largest<Forward<kHeadDim>::template Tall>()));
+    print<Gathered<kHeadDim>>("fwd", kHeadDim, std::max(largest_of_forward<Forward<kHeadDim>::template Memory>(), \\
+                                                        largest_of_forward<Forward<kHeadDim>::template Tall>()));
 #define BACKWARD(T, kHeadDim)                                                  \\
     print<DbiasSharedStorage<DbiasKernelTraits<T, kHeadDim>>, Tall<kHeadDim>>( \\
         "bwd", kHeadDim, largest<Backward<kHeadDim>::template Memory>());

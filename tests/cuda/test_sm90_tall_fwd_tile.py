@@ -68,11 +68,23 @@ def test_lengths(head_dim, pairs, rows, keys, poisoned_allocations):
 
 
 @takes_gpu_memory(24)
-@pytest.mark.parametrize("head_dim, pairs", [(64, "none"), (64, "key"), (64, "dense"), (32, "none"), (128, "none")])
+@pytest.mark.parametrize(
+    "head_dim, pairs", [(32, "none"), (64, "none"), (64, "key"), (64, "dense"), (64, "relative"), (128, "none")]
+)
 def test_causal(head_dim, pairs):
     rows, keys, heads = 960, 2104, sms() * 3 // 4 // 2 * 2
-    bias, _ = biases_of(pairs, 2, rows, keys)
-    check_tall(on_gpu(1, rows, keys, heads, 2, head_dim), bias=bias, is_causal=True)
+    bias, relative_bias = biases_of(pairs, 2, rows, keys)
+    if relative_bias is not None:
+        relative_bias[:, 0, 0] = -torch.inf  # n_blocks far from the diagonal are skipped
+    check_tall(on_gpu(1, rows, keys, heads, 2, head_dim), bias=bias, relative_bias=relative_bias, is_causal=True)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize("grid", [(12, 16), (3, 64), (4, 48)])
+def test_grids(grid, head_dim):
+    heads, tokens = sms(), grid[0] * grid[1]
+    table = torch.randn(1, heads, 2 * grid[0] - 1, 2 * grid[1] - 1, device="cuda")
+    check_tall(on_gpu(1, tokens, tokens, heads, heads, head_dim), relative_bias=table, grid=grid)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])

@@ -414,7 +414,7 @@ int64_t invariant_rows(const KvCacheInputs& in, int64_t rows) {
     return (rows + multiple - 1) / multiple * multiple;
 }
 
-// Their max_seqlen_k, without a window, if they have so many keys together.
+// Their max_seqlen_k without a window: above all keys of the batch, by which the sm90 forward would choose its tile.
 int64_t invariant_keys(int64_t total) { return std::max(total + 1, kInvariantMinKeys); }
 
 // As the operator attend_to_gathered_keys, in less host time. With a window it uses key lists, also for few keys.

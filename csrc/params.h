@@ -65,6 +65,9 @@ enum class BiasKind : int32_t {
     kRelative,      // of one dimension
     kRelativeGrid,  // of a grid
 };
+constexpr FLASH_DMATTN_HOST_DEVICE bool is_relative(BiasKind bias) {
+    return bias == BiasKind::kRelative || bias == BiasKind::kRelativeGrid;
+}
 
 // bool, true = visible.
 using MaskView = ScoreView;

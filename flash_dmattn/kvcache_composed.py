@@ -364,15 +364,14 @@ def call_packed(given: KvCacheArguments, sequences: Sequences, keys: Keys) -> tu
 
 def attend_invariantly(call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of a packed call. The bits of a sequence do not depend on the others. Changes `call`."""
-    multiple = INVARIANT_ROWS if call.window_size is None else LIST_ROWS
-    rows = -(-call.varlen.max_seqlen_q // multiple) * multiple
-    keys = max(call.varlen.max_seqlen_k, INVARIANT_MIN_KEYS)
+    multiple, keys = LIST_ROWS, max(call.varlen.max_seqlen_k, INVARIANT_MIN_KEYS)
     if call.window_size is None:
-        keys = max(keys, call.key.shape[0] + 1)
+        multiple, keys = INVARIANT_ROWS, max(keys, call.key.shape[0] + 1)
+    else:
+        call.sparse = "lists"  # "auto" chooses by the number of keys
+    rows = -(-call.varlen.max_seqlen_q // multiple) * multiple
     call.varlen = call.varlen._replace(max_seqlen_q=rows, max_seqlen_k=keys)
     call.keeps_max_seqlen = True
-    if call.window_size is not None:
-        call.sparse = "lists"  # "auto" chooses by the number of keys
     return attend(kernels_for(call.query), call)
 
 

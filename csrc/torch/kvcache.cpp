@@ -414,8 +414,10 @@ int64_t invariant_rows(const KvCacheInputs& in, int64_t rows) {
     return (rows + multiple - 1) / multiple * multiple;
 }
 
-// Their max_seqlen_k without a window: above all keys of the batch, by which the sm90 forward would choose its tile.
-int64_t invariant_keys(int64_t total) { return std::max(total + 1, kInvariantMinKeys); }
+// Their least max_seqlen_k. Without a window it is above all keys, by which the sm90 forward would choose its tile.
+int64_t invariant_keys(const KvCacheInputs& in, int64_t all_keys) {
+    return in.window_size ? kInvariantMinKeys : std::max(kInvariantMinKeys, all_keys + 1);
+}
 
 // As the operator attend_to_gathered_keys, in less host time. With a window it uses key lists, also for few keys.
 ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in) {
@@ -437,7 +439,7 @@ ForwardResult attend_directly(const GatheredCache& keys, const KvCacheInputs& in
         longest = std::min(longest, all_keys);
         if (in.batch_invariant) {
             rows = invariant_rows(in, rows);
-            longest = std::max(keys.max_keys, in.window_size ? kInvariantMinKeys : invariant_keys(all_keys));
+            longest = std::max(keys.max_keys, invariant_keys(in, all_keys));
         }
         call.cu_seqlens_q = in.cu_seqlens_q;
         call.cu_seqlens_k = keys.cu_seqlens_k;

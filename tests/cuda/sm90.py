@@ -29,12 +29,18 @@ def names_of(call):
     return " ".join(kernels)
 
 
+def result_and_names(call):
+    """What a call returns, and `names_of`."""
+    results = []
+    names = names_of(lambda: results.append(call()))
+    return results[0], names
+
+
 def kernels_of(tensors, mask=None, bias=None, **options):
     """The names of the kernels of the forward and of the backward."""
     leaves = [x.requires_grad_() for x in (*tensors, bias) if x is not None]
-    results = []
-    forward = names_of(lambda: results.append(flash_dmattn_func(*tensors, mask, bias, **options)))
-    return forward, names_of(lambda: torch.autograd.grad(results[0], leaves, torch.randn_like(results[0])))
+    out, forward = result_and_names(lambda: flash_dmattn_func(*tensors, mask, bias, **options))
+    return forward, names_of(lambda: torch.autograd.grad(out, leaves, torch.randn_like(out)))
 
 
 def generations(*args, **options):

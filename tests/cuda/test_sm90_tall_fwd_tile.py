@@ -7,7 +7,7 @@ import torch
 from gpu_inputs import CAUSAL, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check
 from sequences import slices
-from sm90 import bias_of, check_masked_parts, names_of, offsets
+from sm90 import bias_of, check_masked_parts, names_of, offsets, result_and_names
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, flash_dmattn_with_kvcache
 
@@ -118,11 +118,8 @@ def test_packed_sequences(head_dim, causal):
     def attend(rows, keys):
         tensors = [randn(sum(rows), heads, head_dim), *(randn(sum(keys), 4, head_dim) for _ in "kv")]
         limits = offsets(rows), offsets(keys), max(rows), max(keys)
-        results = []
-        names = names_of(
-            lambda: results.append(flash_dmattn_varlen_func(*tensors, None, None, *limits, is_causal=causal))
-        )
-        return is_tall(names), tensors, limits, results[0]
+        out, names = result_and_names(lambda: flash_dmattn_varlen_func(*tensors, None, None, *limits, is_causal=causal))
+        return is_tall(names), tensors, limits, out
 
     assert not attend([700] * 30, [700] * 30)[0]
     tall, tensors, limits, out = attend([4000, 6000, 1, 5100], [3600, 6000, 65, 4097])
@@ -146,9 +143,8 @@ def test_batch_invariant_calls_do_not_use_it(page_size):
             caches = [x.unflatten(1, (-1, page_size)).flatten(0, 1) for x in caches]
             table = torch.arange(caches[0].shape[0], dtype=torch.int32, device="cuda").view(query[of].shape[0], -1)
         options = {"cache_seqlens": lengths[of], "block_table": table, "is_causal": True, "batch_invariant": invariant}
-        results = []
-        names = names_of(lambda: results.append(flash_dmattn_with_kvcache(query[of], *caches, **options)))
-        return is_tall(names), results[0]
+        out, names = result_and_names(lambda: flash_dmattn_with_kvcache(query[of], *caches, **options))
+        return is_tall(names), out
 
     assert attend(slice(None), False)[0]
     tall, together = attend(slice(None), True)

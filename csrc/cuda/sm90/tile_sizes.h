@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "cuda/softmax/relative_bias_segment.cuh"
+#include "params.h"
 
 namespace flash_dmattn::cuda::sm90 {
 

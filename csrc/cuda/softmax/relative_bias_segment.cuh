@@ -171,10 +171,6 @@ private:
     }
 };
 
-// Whether a kernel is compiled for a relative bias.
-constexpr __host__ __device__ bool is_relative(BiasKind bias) {
-    return bias == BiasKind::kRelative || bias == BiasKind::kRelativeGrid;
-}
 template <BiasKind kBias, int kRows, int kCols>
 using SegmentOf = std::conditional_t<kBias == BiasKind::kRelativeGrid, GridBiasSegment<kRows, kCols>,
                                      RelativeBiasSegment<kRows, kCols>>;

@@ -91,7 +91,18 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNF
     }
 }
 
-// x = scale * x + dense bias. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read
+// x = scale * x + dense bias, of two neighbouring fragments. The bias of both is an A operand.
+template <typename T>
+__device__ __forceinline__ void scale_and_add_bias(float (*acc)[4], float scale, const uint32_t (&bias)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack<T>(bias[i]);
+        float* x = acc[i / 2] + i % 2 * 2;
+        x[0] = fmaf(x[0], scale, pair.x);
+        x[1] = fmaf(x[1], scale, pair.y);
+    }
+}
+// The same of all fragments. The accumulator's origin is (row, col) of the shared-memory tile `bias`, which is read
 // kAhead (0 or 1) steps ahead.
 template <typename T, int kAhead, int kMFragments, int kNFragments, typename Tile>
 __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNFragments][4], float scale,
@@ -99,22 +110,15 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNF
     static_assert(kNFragments % 2 == 0);
     constexpr int kAcross = kNFragments / 2, kSteps = kMFragments * kAcross;
     const uint32_t lane = bias.ldmatrix_lane_a() + row * Tile::kSlabCols * sizeof(T);
-    uint32_t b[2][4];  // an A fragment covers two accumulator fragments
+    uint32_t b[2][4];
     const auto load = [&](int step) {
         Tile::load_a(b[step % 2], lane, step / kAcross * 16, col + step % kAcross * 16);
     };
     if (kAhead > 0) load(0);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        const int m = step / kAcross, n = step % kAcross * 2;
         if (step + kAhead < kSteps) load(step + kAhead);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 pair = unpack<T>(b[step % 2][i]);
-            float* x = acc[m][n + i / 2] + i % 2 * 2;
-            x[0] = fmaf(x[0], scale, pair.x);
-            x[1] = fmaf(x[1], scale, pair.y);
-        }
+        scale_and_add_bias<T>(acc[step / kAcross] + step % kAcross * 2, scale, b[step % 2]);
     }
 }
 

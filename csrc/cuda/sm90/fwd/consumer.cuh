@@ -342,13 +342,7 @@ private:
 #pragma unroll
         for (int step = 0; step < kBiasSteps; ++step) {
             if (step + kBiasAhead < kBiasSteps) load_bias(step + kBiasAhead);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 bias = unpack<T>(bias_[step][i]);
-                float* x = scores[0][2 * step + i / 2] + i % 2 * 2;
-                x[0] = fmaf(x[0], scale, bias.x);
-                x[1] = fmaf(x[1], scale, bias.y);
-            }
+            scale_and_add_bias<T>(scores[0] + 2 * step, scale, bias_[step]);
         }
     }
 

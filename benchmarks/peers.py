@@ -46,11 +46,11 @@ def ours(backend: str, inputs: Inputs) -> Operation:
 
 def packed(inputs: Inputs) -> Operation:
     problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
-    rows = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
+    cu_seqlens = inputs.cu_seqlens()
 
     def forward() -> Tensor:
         tensors = [leaf.flatten(0, 1) for leaf in leaves]
-        lengths = (rows, rows, *problem.max_seqlens)
+        lengths = (cu_seqlens, cu_seqlens, *problem.max_seqlens)
         out = flash_dmattn_varlen_func(*tensors, None, None, *lengths, is_causal=problem.is_causal)
         return out.unflatten(0, (problem.batch, -1))
 
@@ -244,15 +244,14 @@ def by_cudnn(inputs: Inputs, is_causal: bool) -> Operation:
 
 def flash_attention_4(inputs: Inputs) -> Operation:
     problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
-    if inputs.mask is not None or inputs.bias is not None:
+    if (inputs.mask is not None and not problem.packed) or inputs.bias is not None:
         raise ValueError(f"{FLASH4} is compared without mask and bias")
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     options = {"causal": problem.is_causal}
     if not problem.packed:
         return Operation(lambda: out_of(flash_attn_func(*leaves, **options)), leaves)
-    ends = torch.arange(problem.batch + 1, dtype=torch.int32, device=inputs.query.device) * problem.seqlen_q
-    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), inputs.cu_seqlens())
     options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.max_seqlens))
 
     def forward() -> Tensor:

@@ -89,7 +89,7 @@ class Problem:
     window: int | None = None  # a row sees this many keys of largest bias; instead of `mask`
     as_intervals: bool = False  # whether the mask of `window` is a KeyIntervalMask, not a bool one
     intervals: Callable[[int, str], KeyIntervalMask] | None = None  # from length and device; instead of `mask`
-    packed: bool = False  # whether flash_dmattn takes the batch elements as packed sequences
+    packed: bool = False  # whether flash_dmattn takes the batch elements, or the documents of one, as packed sequences
     max_seqlen: int | None = None  # of a packed call; None: their length
     uses_lse: bool = True  # whether lse has a gradient
 
@@ -127,6 +127,13 @@ class Inputs:
         """The tensors that have a gradient, by name."""
         leaves = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias}
         return {name: tensor for name, tensor in leaves.items() if tensor is not None}
+
+    def cu_seqlens(self) -> Tensor:
+        """Of a packed call."""
+        ends = torch.arange(1, self.problem.batch + 1, device=self.query.device) * self.problem.seqlen_q
+        if self.mask is not None:
+            ends = self.mask.end.unique()
+        return torch.cat([ends.new_zeros(1), ends]).int()
 
     def bool_mask(self) -> Tensor | None:
         """The mask as a bool tensor."""

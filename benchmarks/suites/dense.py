@@ -30,6 +30,14 @@ def documents(seqlen: int, device: str) -> KeyIntervalMask:
     return KeyIntervalMask.documents(ids=torch.arange(seqlen, device=device) // min(700, seqlen))
 
 
+def documents_of_all_lengths(seqlen: int, device: str) -> KeyIntervalMask:
+    """Documents of a 512th to a 16th of the length."""
+    lengths = torch.tensor([seqlen // 512 * (13 * i % 32 + 1) for i in range(32)])
+    ends = lengths.cumsum(0).clamp(max=seqlen)
+    return KeyIntervalMask.documents(torch.cat([ends.new_zeros(1), ends]).int().to(device), seqlen)
+
+
+PACKED = "causal, packed documents of 64 to 2048 rows"
 LONG = {"kv_heads": 4, "is_causal": True}
 TOP_W = {"kv_heads": 8, "is_causal": True, "bias": "B Hkv 1 Sk"}
 WORKLOADS = {
@@ -55,6 +63,8 @@ WORKLOADS = {
         dense("causal, sliding window of 1024", 1, 16, 16384, 128, intervals=sliding_window, **LONG),
         dense("causal, documents of 700", 1, 16, 16384, 128, intervals=documents, **LONG),
         dense("causal, packed sequences", 32, 16, 512, 128, packed=True, **LONG),
+        dense(PACKED, 1, 16, 32768, 64, intervals=documents_of_all_lengths, packed=True, max_seqlen=2048, **LONG),
+        dense(PACKED, 1, 16, 32768, 128, intervals=documents_of_all_lengths, packed=True, max_seqlen=2048, **LONG),
         dense("causal, max_seqlen 8192 for packed sequences", 128, 16, 256, 128, packed=True, max_seqlen=8192, **LONG),
         dense("decode, key mask", 8, 32, 131072, 128, seqlen_q=1, window=2048, **TOP_W),
     ],

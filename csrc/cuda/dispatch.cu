@@ -103,6 +103,10 @@ void run_fwd(const FwdParams& p, const FwdPlan& plan, void* workspace, cudaStrea
     find_visible_distances(args, args.visible_distances, stream);
     if (plan.num_splits > 1)
         FLASH_CUDA_CHECK(cudaMemsetAsync(args.split_counters, 0, plan.split_counters.bytes, stream));
+    if (plan.tile_count_semaphore.bytes > 0) {
+        args.tile_count_semaphore = plan.tile_count_semaphore.in<int32_t>(workspace);
+        FLASH_CUDA_CHECK(cudaMemsetAsync(args.tile_count_semaphore, 0, plan.tile_count_semaphore.bytes, stream));
+    }
     plan.launch(args, stream);
 }
 

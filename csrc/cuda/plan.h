@@ -66,6 +66,7 @@ struct FwdPlan : WorkspaceLayout {
     FwdLauncher launch;                                    // empty where the output has no elements
     int64_t num_splits = 1;                                // split-KV: CTAs that share the keys of an m_block
     WorkspaceBuffer split_counters, split_out, split_lse;  // FwdArgs; the counters are zeroed before the launch
+    WorkspaceBuffer tile_count_semaphore;                  // FwdParams; zeroed before the launch
     WorkspaceBuffer visible_distances;                     // FwdArgs
 };
 

@@ -204,10 +204,10 @@ bool should_use_bwd(const BwdParams& params) {
     if (p.lists.present()) return p.head_dim > 128 ? p.seqlen_k >= 1024 : p.head_dim > 32;
     if (is_pair_bias(p)) return should_use_pair_bias_bwd(p);
     if (p.bias.kind == BiasKind::kDense && p.dbias.present()) {
-        if (plan_dense_dbias(p) == DenseDbias::kRecompute) return p.seqlen_k >= (p.head_dim > 32 ? 192 : 256);
+        if (plan_dense_dbias(p) == DenseDbias::kRecompute) return p.seqlen_k >= (p.head_dim > 32 ? 192 : 128);
         if (p.dbias.batches < p.batch && p.head_dim <= 64) return p.seqlen_k >= 256;
     }
-    return p.head_dim > 32 || p.seqlen_k >= 512;
+    return p.head_dim > 32 || p.seqlen_k >= (p.relative_bias.present() ? 128 : 256);
 }
 
 bool plan_bwd(const BwdParams& params, BwdPlan& plan) {

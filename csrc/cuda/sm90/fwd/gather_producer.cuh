@@ -25,12 +25,11 @@ public:
 
     __device__ void run() {
         // Packed sequences of different lengths have many empty work tiles: each lane tests one.
-        using Scheduler = typename SharedStorage::Scheduler;
-        for (unsigned round = 0; Scheduler::work_tile_of_round(round) < scheduler_.num_work_tiles; round += 32) {
-            const unsigned index = Scheduler::work_tile_of_round(round + lane_id());
+        for (unsigned round = 0; work_tile_of_round(round) < scheduler_.num_work_tiles; round += 32) {
+            const unsigned index = work_tile_of_round(round + lane_id());
             const bool has_rows = index < scheduler_.num_work_tiles && !work_tile_of(index).is_empty();
             for (uint32_t left = __ballot_sync(~0u, has_rows); left != 0; left &= left - 1) {
-                FwdWorkTile work_tile = work_tile_of(Scheduler::work_tile_of_round(round + __ffs(left) - 1));
+                FwdWorkTile work_tile = work_tile_of(work_tile_of_round(round + __ffs(left) - 1));
                 load(work_tile);
             }
         }

@@ -56,7 +56,7 @@ void run_fwd_with(const FwdArgs& p, cudaStream_t stream) {
         using Tall = FwdKernelTraits<kHeadDim, kBias, true>;
         using Segment = typename FwdSharedStorage<T, kBias, Tall>::RelativeSegment;
         const bool holds_bias = !is_relative(kBias) || Segment::size(p.relative_bias) <= Segment::kMaxEntries;
-        if (holds_bias && should_use_tall_tile(p, Traits::kRows, Tall::kRows))
+        if (holds_bias && should_use_tall_tile(p, kHeadDim, Traits::kRows, Tall::kRows))
             return launch_fwd<T, kBias, Tall>(p, stream);
     }
     launch_fwd<T, kBias, Traits>(p, stream);

@@ -23,14 +23,14 @@ public:
         if (threadIdx.x >= kThreads) {
             if constexpr (kBias == BiasKind::kDense) {
                 typename Base::DenseBiasLoader bias(p_, maps_, smem_);
-                Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+                Base::template for_each_work_tile<32>([&](const FwdWorkTile& work_tile) {
                     for (auto blocks = active_blocks(work_tile); blocks.next();)
                         if (lane_id() == 0) bias.load(work_tile, blocks.index());
                 });
             }
             return;
         }
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) { load(work_tile); });
+        Base::template for_each_work_tile<32>([&](const FwdWorkTile& work_tile) { load(work_tile); });
         if (threadIdx.x == kQueryThread) Base::finish_q();
     }
 

@@ -53,33 +53,49 @@ int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
     return swizzle;
 }
 
+// Whether all work tiles take as long.
+bool is_uniform(const FwdParams& p, bool gathers) {
+    return gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
+}
+
+// Whether a counter assigns the work tiles: with several for each SM, of different lengths. The counter of calls with
+// interval summaries is zeroed with these.
+bool should_schedule_dynamically(const FwdParams& p) {
+    constexpr int64_t kRows = 128, kMinRounds = 4;
+    if (is_uniform(p, p.lists.present()) || p.interval_summaries.present()) return false;
+    return total_m_blocks(p, kRows) * p.heads >= kMinRounds * current_device().num_sms;
+}
+
 // Query rows that the busiest SM processes, in rows that see all keys, with m_blocks of `rows` rows.
 double rows_of_busiest_sm(const FwdArgs& p, int rows) {
-    const double m_blocks = static_cast<double>(total_m_blocks(p, rows) * p.heads) / current_device().num_sms;
-    if (!p.is_causal) return std::ceil(m_blocks) * rows;
+    // The last m_block of a packed sequence is half full on average.
+    const bool has_lengths = p.cu_seqlens_q != nullptr && p.total_q < p.batch * p.seqlen_q;
+    const double total = has_lengths ? static_cast<double>(p.total_q) / rows + static_cast<double>(p.batch) / 2
+                                     : static_cast<double>(ceil_div<int64_t>(p.seqlen_q, rows) * p.batch);
+    const double m_blocks = total * static_cast<double>(p.heads) / current_device().num_sms;
+    if (is_uniform(p, false)) return std::ceil(m_blocks) * rows;
     const auto mean = [&](bool is_packed, int64_t total, int64_t fixed) {
         return is_packed ? static_cast<double>(total) / p.batch : static_cast<double>(fixed);
     };
     const double queries = mean(p.cu_seqlens_q != nullptr, p.total_q, p.seqlen_q);
     const double keys = mean(p.cu_seqlens_k != nullptr, p.total_k, p.seqlen_k);
-    const double keys_of_first = std::clamp((keys - queries + rows) / keys, 0., 1.);  // the part that m_block 0 sees
+    // The part of the keys that m_block 0 sees.
+    const double keys_of_first = p.is_causal ? std::clamp((keys - queries + rows) / keys, 0., 1.) : 1;
     // Longest first: the SMs differ by about half an m_block, and one has an m_block that sees all keys.
     return std::max<double>(rows, m_blocks * rows * (keys_of_first + 1) / 2 + rows / 2);
 }
 
 }  // namespace
 
-bool should_use_tall_tile(const FwdArgs& p, int rows, int tall_rows) {
+bool should_use_tall_tile(const FwdArgs& p, int head_dim, int rows, int tall_rows) {
     if (has_mask(p) && (!tall_fwd_tile_serves_masks(p.bias.kind) || mask_differs_by_row(p))) return false;
-    if (p.cu_seqlens_q != nullptr) {
-        // Work tiles of short sequences differ much: many small ones are better balanced.
-        constexpr int64_t kLongSequence = 2048;
-        const bool is_long = p.total_q >= kLongSequence * p.batch;
-        // A bound on the keys above their total comes with batch_invariant: other sequences may not decide.
-        if (!is_long || p.seqlen_k > p.total_k) return false;
-    }
-    constexpr double kTimePerRow = 0.85;  // of that with the other tile, measured on an H200: 0.79 to 0.96
-    return rows_of_busiest_sm(p, tall_rows) * kTimePerRow < rows_of_busiest_sm(p, rows);
+    // Static schedules balance packed sequences better with small work tiles. A bound on the keys above their total
+    // comes with batch_invariant: other sequences may not decide.
+    if (p.cu_seqlens_q != nullptr && (p.tile_count_semaphore == nullptr || p.seqlen_k > p.total_k)) return false;
+    // Of that with the other tile, as measured on an H200: 0.88 to 0.91; below head dimension 128 0.74 to 0.88, where
+    // short packed sequences gain most.
+    const double time_per_row = head_dim == 128 ? 0.885 : 0.8;
+    return rows_of_busiest_sm(p, tall_rows) * time_per_row < rows_of_busiest_sm(p, rows);
 }
 
 bool should_use_fwd(const FwdParams& params) {
@@ -98,6 +114,7 @@ bool plan_fwd(const FwdParams& params, FwdPlan& plan) {
     if (kernel == nullptr && !has_float32_bias(p)) kernel = kKernels.find(p);
     if (kernel == nullptr) return false;
     plan.launch = kernel->value;
+    if (should_schedule_dynamically(p)) plan.tile_count_semaphore = plan.allocate<int32_t>(1);
     return true;
 }
 
@@ -114,23 +131,21 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers)
     scheduler.qheads_per_tile = qheads_per_tile;
     scheduler.batch_first = !scheduler.packs_m_blocks && orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
+    const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p), uniform = is_uniform(p, gathers);
+    constexpr unsigned kShort = 2048;
     // A persistent CTA loads the next Q during its epilogue. A static schedule fixes its work tiles in advance: it is
-    // used only if these are short, their lengths change evenly, or a CTA has so many that they average out.
-    const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p);
-    const bool uniform = gathers || (!p.is_causal && even);
-    constexpr unsigned kShort = 2048, kManyRounds = 24;
-    const unsigned num_sms = current_device().num_sms;
-    const bool averages_out =
-        scheduler.packs_m_blocks && !mask_differs_by_row(p) && scheduler.num_work_tiles >= kManyRounds * num_sms;
-    const bool is_persistent =
-        uniform || p.interval_summaries.present() || p.seqlen_q <= kShort || (even && is_near_cache(p)) || averages_out;
+    // used only if these are as long, short, or of lengths that change evenly from the first work tile to the last.
+    const bool is_dynamic = !gathers && p.tile_count_semaphore != nullptr;
+    const bool changes_evenly = !uniform && !is_dynamic && (p.seqlen_q <= kShort || (even && is_near_cache(p)));
+    const bool is_persistent = uniform || is_dynamic || changes_evenly;
     int64_t swizzle = scheduler.batch_first ? p.batch : 1;
-    if (scheduler.packs_m_blocks || (is_persistent && !uniform)) {
-        swizzle = pairs;  // lengths change evenly from the first work tile to the last, if m_blocks are not packed
-    } else if (p.is_causal && !uniform && p.cu_seqlens_q == nullptr) {
+    if (scheduler.packs_m_blocks || p.interval_summaries.present() || changes_evenly) {
+        swizzle = pairs;
+    } else if (p.is_causal && !uniform) {
         swizzle = pairs_in_cache(p, pairs);
     }
     scheduler.swizzle = FastDivmod(swizzle);
+    const unsigned num_sms = current_device().num_sms;
     grid.num_ctas = is_persistent ? std::min(scheduler.num_work_tiles, num_sms) : scheduler.num_work_tiles;
     return grid;
 }

@@ -21,7 +21,7 @@ struct FwdTileSchedulerParams {
     FastDivmod num_m_blocks;        // of one head; if packs_m_blocks, of all sequences
     FastDivmod swizzle;             // L2 swizzle: (head, batch) pairs of a section; divides their number
     FastDivmod inner;               // H / qheads_per_tile, or B if batch_first
-    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused with a dense bias or lists
+    int32_t* tile_count_semaphore;  // the dynamic scheduler's counter; null: static. Unused over lists
     int qheads_per_tile;            // gathered keys: one query head per MMA warpgroup, or 1; else 1
     bool packs_m_blocks;            // m_blocks of packed sequences are numbered as in common/packed_blocks.cuh
     bool batch_first;               // pairs are numbered batch by batch, so that L2 serves a shared dense bias
@@ -32,8 +32,8 @@ struct FwdGrid {
     FwdTileSchedulerParams scheduler{};
     unsigned num_ctas = 0;
 };
-// Whether the tall tile is faster than that of `rows` rows.
-bool should_use_tall_tile(const FwdArgs& p, int rows, int tall_rows);
+// Whether the tall tile is faster than that of `rows` rows. head_dim: the kernel's.
+bool should_use_tall_tile(const FwdArgs& p, int head_dim, int rows, int tall_rows);
 // rows: of a work tile. gathers: over key lists.
 FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers);
 

@@ -44,7 +44,6 @@ struct FwdNamedBarriers {
     enum : int {
         kWarpSchedulerWG1 = 1,  // ping-pong: the warpgroup may issue GEMMs
         kWarpgroupSyncWG1 = 5,  // the threads of one MMA warpgroup
-        kNextWorkTile = 9,      // the producer: the dynamic scheduler has written the next index
     };
 };
 
@@ -59,8 +58,6 @@ struct FwdSharedStorage {
     using KvTile = SmemTile<T, kKeys, Traits::kHeadDim>;
     using BiasTile = SmemTile<T, kWarpgroupRows, kBiasKeys>;
     using RelativeSegment = SegmentOf<kBias, kRows, kKeys>;
-    using Scheduler = FwdTileScheduler<kBias == BiasKind::kDense || Traits::kGathers, FwdNamedBarriers::kNextWorkTile,
-                                       kProducerThreads<kBias>>;
     using MaskWords = std::conditional_t<kWords == 4, uint4, uint2>;  // of one row
 
     // What the producer writes beside a K stage.
@@ -90,7 +87,7 @@ struct FwdSharedStorage {
     alignas(kSmemTileAlign) BiasTiles bias;
     BlockMetadata metadata[Traits::kKeyStages];
     alignas(FwdWorkTile) unsigned char work_tiles[kWorkTileStages][sizeof(FwdWorkTile)];
-    unsigned next_work_tile[2];  // of the dynamic scheduler
+    FwdWorkTilePipeline next_work_tiles;
     PipelineBarriers<Traits::kQueryStages> query_pipeline;
     PipelineBarriers<Traits::kKeyStages> key_pipeline;
     PipelineBarriers<Traits::kValueStages> value_pipeline;
@@ -107,6 +104,7 @@ struct FwdSharedStorage {
     // One thread calls.
     __device__ void init_pipelines() {
         constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
+        next_work_tiles.init();
         query_pipeline.init(1, kConsumerWarps);
         key_pipeline.init(kKeyArrivals, kConsumerWarps);
         value_pipeline.init(Traits::kGathers ? kWarpgroupThreads : 1, kConsumerWarps);

@@ -13,7 +13,7 @@
 // (packs_m_blocks in common/packed_blocks.cuh): as one sequence of all heads, in one section.
 #pragma once
 
-#include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/pipeline.cuh"
 #include "cuda/common/packed_blocks.cuh"
 #include "cuda/common/sequence.cuh"
 #include "plan.h"
@@ -51,8 +51,24 @@ private:
     static constexpr int kInvalidHead = -1;
 };
 
-// All producer warps, kThreads threads, call together with a dynamic counter.
-template <bool kIsStatic, int kBarrier, int kThreads>
+// Static: the work tile of this CTA in a round. Every other round runs backwards.
+__device__ __forceinline__ unsigned work_tile_of_round(unsigned round) {
+    return round % 2 == 0 ? round * gridDim.x + blockIdx.x : (round + 1) * gridDim.x - 1 - blockIdx.x;
+}
+
+// Dynamic: warp 0 of the producer takes the index of the next work tile from a counter. The other three read it from
+// here, so that a warp does not wait for a slower one.
+struct FwdWorkTilePipeline {
+    static constexpr int kStages = 2, kReaders = 3;
+
+    unsigned index[kStages];
+    PipelineBarriers<kStages> barriers;
+
+    // One thread calls.
+    __device__ void init() { barriers.init(1, kReaders); }
+};
+
+// One for each producer warp: all warps take the same work tiles.
 class FwdTileScheduler {
 public:
     struct WorkTileInfo {
@@ -63,30 +79,40 @@ public:
         }
     };
 
-    __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, unsigned (&next_work_tile)[2])
-        : params_(params), next_work_tile_(next_work_tile) {}
-
-    // Static: the work tile of this CTA in a round. Every other round runs backwards.
-    __device__ static unsigned work_tile_of_round(unsigned round) {
-        return round % 2 == 0 ? round * gridDim.x + blockIdx.x : (round + 1) * gridDim.x - 1 - blockIdx.x;
-    }
+    __device__ FwdTileScheduler(const FwdTileSchedulerParams& params, FwdWorkTilePipeline& pipeline)
+        : params_(params), pipeline_(pipeline) {}
 
     __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
+    // kThreads: of the warp, that call: lane 0, or all 32.
+    template <int kThreads>
     __device__ __forceinline__ WorkTileInfo next_work() {
-        if (kIsStatic || params_.tile_count_semaphore == nullptr) return {work_tile_of_round(++round_)};
-        // Two slots, since another warp may not have read the last index yet.
-        unsigned& next = next_work_tile_[slot_];
-        slot_ ^= 1;
-        if (threadIdx.x == 0) next = gridDim.x + atomicAdd(params_.tile_count_semaphore, 1);
-        named_barrier_sync(kBarrier, kThreads);
-        return {next};
+        static_assert(kThreads == 1 || kThreads == 32);
+        if (params_.tile_count_semaphore == nullptr) return {work_tile_of_round(++round_)};
+        unsigned& shared = pipeline_.index[state_.stage()];
+        unsigned index;
+        if (warp_id() == 0) {
+            if (lane_id() == 0) {
+                index = gridDim.x + atomicAdd(params_.tile_count_semaphore, 1);
+                pipeline_.barriers.producer_acquire(state_);
+                shared = index;
+                mbarrier_arrive(smem_address(&pipeline_.barriers.full[state_.stage()]));
+            }
+            if (kThreads > 1) index = __shfl_sync(~0u, index, 0);
+        } else {
+            pipeline_.barriers.consumer_wait(state_);
+            index = shared;
+            if (kThreads > 1) __syncwarp();
+            if (lane_id() == 0) mbarrier_arrive(smem_address(&pipeline_.barriers.empty[state_.stage()]));
+        }
+        state_.advance();
+        return {index};
     }
 
 private:
     const FwdTileSchedulerParams& params_;
-    unsigned (&next_work_tile_)[2];
-    int slot_ = 0;
-    unsigned round_ = 0;  // static
+    FwdWorkTilePipeline& pipeline_;
+    PipelineState<FwdWorkTilePipeline::kStages> state_;  // dynamic
+    unsigned round_ = 0;                                 // static
 };
 
 }  // namespace flash_dmattn::cuda::sm90

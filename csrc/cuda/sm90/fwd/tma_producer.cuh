@@ -30,10 +30,11 @@ protected:
         kBias == BiasKind::kRelative ? BlockOrder::kDescending : BlockOrder::kAscending;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
 
-    template <typename Visit>
+    // All four warps call, each with kThreads threads: lane 0 alone or all 32.
+    template <int kThreads, typename Visit>
     __device__ __forceinline__ void for_each_work_tile(const Visit& visit) {
-        typename SharedStorage::Scheduler tiles(scheduler_, smem_.next_work_tile);
-        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work()) {
+        FwdTileScheduler tiles(scheduler_, smem_.next_work_tiles);
+        for (auto tile = tiles.get_initial_work(); tile.is_valid(scheduler_); tile = tiles.next_work<kThreads>()) {
             const FwdWorkTile work_tile(p_, scheduler_, tile.index, kRows);
             kv_head_ = shared_head(work_tile.head, p_.heads, p_.kv_heads);
             if (!work_tile.is_empty()) visit(work_tile);

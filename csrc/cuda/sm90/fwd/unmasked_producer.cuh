@@ -26,6 +26,7 @@ public:
                 if constexpr (kBias == BiasKind::kKey) produce_key_bias();
                 if constexpr (kBias == BiasKind::kDense) return lane_id() == 0 ? produce_dense_bias() : void();
                 if constexpr (is_relative(kBias)) produce_relative_bias();
+                if constexpr (kBias == BiasKind::kNone) return lane_id() == 0 ? skip_work_tiles() : void();
         }
     }
 
@@ -38,7 +39,7 @@ private:
     static constexpr int kArrivalsOfK = SharedStorage::kKeyArrivals - kBiasArrivals;
 
     __device__ void produce_k() {
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<1>([&](const FwdWorkTile& work_tile) {
             const int end = Base::end_of_keys(work_tile), end_of_full = Base::end_of_full_keys(work_tile);
             const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool is_last) {
                 BlockMetadata& metadata = acquire_k();
@@ -58,7 +59,7 @@ private:
         });
     }
     __device__ void produce_v() {
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<1>([&](const FwdWorkTile& work_tile) {
             for_each_block(work_tile, [&](int n_block, bool) {
                 Base::load_v(work_tile, n_block);
                 value_pipeline_.advance();
@@ -66,20 +67,24 @@ private:
         });
     }
     __device__ void produce_q() {
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<1>([&](const FwdWorkTile& work_tile) {
             Base::load_q(work_tile);
             Base::advance_q();
         });
         Base::finish_q();
     }
+    // The scheduler waits for all four warps.
+    __device__ void skip_work_tiles() {
+        Base::template for_each_work_tile<1>([](const FwdWorkTile&) {});
+    }
     __device__ void produce_dense_bias() {
         typename Base::DenseBiasLoader bias(p_, maps_, smem_);
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<1>([&](const FwdWorkTile& work_tile) {
             for_each_block(work_tile, [&](int n_block, bool) { bias.load(work_tile, n_block); });
         });
     }
     __device__ void produce_key_bias() {
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<32>([&](const FwdWorkTile& work_tile) {
             const Sequence& s = work_tile.s;
             const int end = Base::end_of_keys(work_tile);
             const char* const biases = bias_data(p_.bias, score_offset(p_.bias, s, work_tile.head, p_.heads));
@@ -104,7 +109,7 @@ private:
         });
     }
     __device__ void produce_relative_bias() {
-        Base::for_each_work_tile([&](const FwdWorkTile& work_tile) {
+        Base::template for_each_work_tile<32>([&](const FwdWorkTile& work_tile) {
             const typename Base::RelativeBiasLoader bias(p_, params_.softmax.inverse_scale, work_tile);
             produce_bias(work_tile, [&](BlockMetadata& metadata, int n_block) {
                 constexpr int kStep = kOrder == BlockOrder::kAscending ? 1 : -1;

@@ -1,8 +1,8 @@
 """The implementations that the suites compare: each function takes inputs and returns an Operation.
 
 SDPA takes mask and bias as one float mask and FlexAttention takes a block mask; both are made beforehand and not timed.
-For a packed batch flash_dmattn gets the sequences' boundaries as a tensor on the device; the others know that all
-sequences have one length.
+For a packed batch flash_dmattn and FlashAttention-4 get the sequences' boundaries as a tensor on the device. The others
+know that all sequences have one length, or get packed documents as a mask.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ def by_cudnn(inputs: Inputs, is_causal: bool) -> Operation:
 
 def flash_attention_4(inputs: Inputs) -> Operation:
     problem, leaves = inputs.problem, [inputs.query, inputs.key, inputs.value]
-    if (inputs.mask is not None and not problem.packed) or inputs.bias is not None:
+    packs_documents = problem.packed and problem.intervals is not None
+    if (inputs.mask is not None and not packs_documents) or inputs.bias is not None:
         raise ValueError(f"{FLASH4} is compared without mask and bias")
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 

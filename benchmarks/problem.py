@@ -129,9 +129,10 @@ class Inputs:
         return {name: tensor for name, tensor in leaves.items() if tensor is not None}
 
     def cu_seqlens(self) -> Tensor:
-        """Of a packed call."""
+        """The boundaries of a packed call: of the batch elements, or of the documents of one."""
         ends = torch.arange(1, self.problem.batch + 1, device=self.query.device) * self.problem.seqlen_q
-        if self.mask is not None:
+        if self.problem.intervals is not None:
+            assert self.problem.batch == 1, self.problem
             ends = self.mask.end.unique()
         return torch.cat([ends.new_zeros(1), ends]).int()
 

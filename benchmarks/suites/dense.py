@@ -32,7 +32,7 @@ def documents(seqlen: int, device: str) -> KeyIntervalMask:
 
 def documents_of_all_lengths(seqlen: int, device: str) -> KeyIntervalMask:
     """Documents of a 512th to a 16th of the length."""
-    lengths = torch.tensor([seqlen // 512 * (13 * i % 32 + 1) for i in range(32)])
+    lengths = torch.tensor([max(1, seqlen // 512) * (13 * i % 32 + 1) for i in range(32)])
     ends = lengths.cumsum(0).clamp(max=seqlen)
     return KeyIntervalMask.documents(torch.cat([ends.new_zeros(1), ends]).int().to(device), seqlen)
 

@@ -213,12 +213,15 @@ def test_the_peers_do_the_same_work():
     small = [one for one in sparse.WORKLOADS["cuda"] if min(one.seqlen_q, one.seqlen_k) <= 8192]
     for problem in dense.WORKLOADS["cpu"] + dense.WORKLOADS["cuda"] + small:
         problem = replace(problems.shrunk(problem, 64), batch=min(problem.batch, 2))
+        packs_documents = problem.packed and problem.intervals is not None
         inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
         expected = peers.ours("reference", inputs).forward()
         # A row that sees nothing is NaN in SDPA.
         sees = torch.isfinite(inputs.attend(peers.flash_dmattn_func_auto("reference"))[1]).transpose(1, 2)
         for name, build in peers.PEERS.items():
             is_plain = inputs.mask is None and inputs.bias is None
+            if name == "FlashAttention-4" and packs_documents:
+                continue  # it takes their boundaries
             if name in ("FlashAttention-2", "FlashAttention-4", "cuDNN") and not is_plain:
                 with pytest.raises(ValueError, match=f"{name} is compared without mask and bias"):
                     build(inputs)

@@ -17,23 +17,29 @@ def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
     return None if pairs == "none" else randn(batch, heads, 1 if pairs == "key" else rows, keys, dtype=dtype)
 
 
-def names_of(call):
-    """The names of the kernels that a call launches, joined."""
+def names_of(call, of_kernels=True):
+    """The names of the kernels that a call launches, joined. of_kernels=False: of its memsets, too."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    kernels = [event.name for event in profile.events() if "flash_dmattn" in event.name and "kernel" in event.name]
+    names = [event.name for event in profile.events()]
+    kernels = [name for name in names if "flash_dmattn" in name and "kernel" in name]
     if not kernels:
         pytest.skip("the profiler sees no kernels")
-    return " ".join(kernels)
+    return " ".join(kernels if of_kernels else kernels + [name for name in names if "emset" in name])
 
 
-def result_and_names(call):
+def result_and_names(call, **options):
     """What a call returns, and `names_of`."""
     results = []
-    names = names_of(lambda: results.append(call()))
+    names = names_of(lambda: results.append(call()), **options)
     return results[0], names
+
+
+def is_tall(names):
+    """Whether the forward uses a tall tile."""
+    return re.search("FwdKernelTraits<[^>]*, true>", names) is not None
 
 
 def kernels_of(tensors, mask=None, bias=None, **options):

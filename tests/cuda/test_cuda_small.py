@@ -80,6 +80,14 @@ def test_many_heads(head_dim, bias_rows):
     check_on_gpu(192, KEYS, head_dim, None, bias, heads=heads)
 
 
+@pytest.mark.parametrize("mask_shape", [None, (2, 1, 200, KEYS)], ids=["no mask", "mask"])
+def test_many_work_tiles(mask_shape):
+    """The dynamic scheduler of the sm90 forward: an SM takes several work tiles."""
+    heads = torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2 + 2
+    mask = None if mask_shape is None else rand_mask(*mask_shape)
+    check_on_gpu(200, KEYS, 64, mask, None, heads=heads, is_causal=True)
+
+
 @pytest.mark.parametrize("mask_shape", [None, (32, 1, 1, KEYS)], ids=["no mask", "mask"])
 def test_pair_bias(mask_shape):
     tensors = inputs(32, 100, KEYS, 2, 2, 32, torch.bfloat16)

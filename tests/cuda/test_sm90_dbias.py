@@ -33,7 +33,7 @@ def test_which_calls_use_it():
     assert not served(2, 2, 4, softcap=4.0)
 
 
-@pytest.mark.parametrize("head_dim, least", [(32, 256), (64, 192), (128, 192)])
+@pytest.mark.parametrize("head_dim, least", [(32, 128), (64, 192), (128, 192)])
 def test_it_is_selected_automatically_from_a_length_on(head_dim, least, monkeypatch):
     monkeypatch.delenv("FLASH_DMATTN_ARCH")
     for keys in (least - 8, least):

@@ -5,7 +5,7 @@ import torch
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
 from helpers import check
 from sequences import slices
-from sm90 import bias_of, offsets
+from sm90 import bias_of, is_tall, offsets, result_and_names
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 
@@ -20,12 +20,29 @@ def many_heads():
     return torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2 + 2
 
 
-def relative(pairs, heads):
-    return torch.randn(1, heads, 2 * 30 + 1, device="cuda") if pairs == "relative" else None
+def biases_of(pairs, heads, rows, keys):
+    """attn_bias and relative_bias."""
+    if pairs == "relative":
+        return None, torch.randn(1, heads, 2 * 30 + 1, device="cuda")
+    return bias_of(pairs, 1, heads, rows, keys), None
 
 
-def bias(pairs, heads, rows, keys):
-    return None if pairs == "relative" else bias_of(pairs, 1, heads, rows, keys)
+def scheduled(call):
+    """What a call returns, the names of its kernels, and whether it zeros a counter."""
+    out, names = result_and_names(call, of_kernels=False)
+    assert "sm90" in names and "sm80" not in names
+    return out, names, "emset" in names
+
+
+def test_which_calls_are_dynamic():
+    def dynamic(rows, mask=None, heads=None, **options):
+        heads = heads or many_heads()
+        tensors = on_gpu(1, rows, 264, heads, heads // 2, 64)
+        return scheduled(lambda: flash_dmattn_func(*tensors, mask, sparse="tiles", **options))[2]
+
+    assert dynamic(512, is_causal=True) and dynamic(512, mask_of(1, 1, 512, 264))
+    assert not dynamic(512) and not dynamic(512, mask_of(1, 1, 1, 264))
+    assert not dynamic(128, is_causal=True) and not dynamic(512, is_causal=True, heads=16)
 
 
 @CAUSAL
@@ -33,22 +50,21 @@ def bias(pairs, heads, rows, keys):
 @HEAD_DIMS
 def test_packed_sequences(head_dim, pairs, causal, poisoned_allocations):
     """Each sequence alone has few work tiles, and its schedule is static."""
-    heads, rows = 16, [296, *(1 + 53 * i % 296 for i in range(40))]
-    cu_seqlens, longest = offsets(rows), max(rows)
-    tensors = [randn(sum(rows), h, head_dim) for h in (heads, 4, 4)]
-    table = relative(pairs, heads)
-    biases = {"none": None, "relative": None, "key": randn(sum(rows), heads), "dense": randn(sum(rows), heads, longest)}[
-        pairs
-    ]
+    heads, rows = 8, [2200, *(1 + 211 * i % 2199 for i in range(30))]
+    cu_seqlens, longest, total = offsets(rows), max(rows), sum(rows)
+    tensors = [randn(total, h, head_dim) for h in (heads, 4, 4)]
+    shapes = {"key": (total, heads), "dense": (total, heads, longest)}
+    bias = randn(*shapes[pairs]) if pairs in shapes else None
+    options = {"is_causal": causal, "relative_bias": biases_of(pairs, heads, 1, 1)[1]}
     limits = cu_seqlens, cu_seqlens, longest, longest
-    options = {"is_causal": causal, "relative_bias": table}
-    out = flash_dmattn_varlen_func(*tensors, None, biases, *limits, **options)
+    out, names, is_dynamic = scheduled(lambda: flash_dmattn_varlen_func(*tensors, None, bias, *limits, **options))
+    assert is_dynamic and is_tall(names) == (head_dim <= 64 or (head_dim == 128 and pairs == "none"))
     for row in slices(cu_seqlens):
         own = None
         if pairs == "key":
-            own = biases[row].T[None, :, None]
+            own = bias[row].T[None, :, None]
         if pairs == "dense":
-            own = biases[row].transpose(0, 1)[None, ..., : row.stop - row.start]
+            own = bias[row].transpose(0, 1)[None, ..., : row.stop - row.start]
         expected = flash_dmattn_func(*(x[row][None] for x in tensors), None, own, **options)[0]
         torch.testing.assert_close(out[row], expected, rtol=2e-2, atol=2e-2)
 
@@ -57,8 +73,11 @@ def test_packed_sequences(head_dim, pairs, causal, poisoned_allocations):
 @HEAD_DIMS
 def test_causal(head_dim, pairs, poisoned_allocations):
     heads = many_heads()
-    tensors = on_gpu(1, 512, 530, heads, heads // 2, head_dim)
-    check(tensors, None, bias(pairs, heads, 512, 530), is_causal=True, relative_bias=relative(pairs, heads))
+    tensors = on_gpu(1, 512, 536, heads, heads // 2, head_dim)
+    bias, relative_bias = biases_of(pairs, heads, 512, 536)
+    options = {"is_causal": True, "relative_bias": relative_bias}
+    assert scheduled(lambda: flash_dmattn_func(*tensors, None, bias, **options))[2]
+    check(tensors, None, bias, **options)
 
 
 @PAIRS
@@ -68,5 +87,29 @@ def test_masks(head_dim, masks, pairs, poisoned_allocations):
     heads = many_heads()
     tensors = on_gpu(1, 512, 264, heads, heads // 2, head_dim)
     mask = mask_of(1, 1, 512, 264) if masks == "bool" else intervals(1, 1, 264, rows=512)
-    mask_options = {"sparse": "tiles", "relative_bias": relative(pairs, heads)}
-    check(tensors, mask, bias(pairs, heads, 512, 264), **mask_options)
+    bias, relative_bias = biases_of(pairs, heads, 512, 264)
+    options = {"sparse": "tiles", "relative_bias": relative_bias}
+    is_dynamic = scheduled(lambda: flash_dmattn_func(*tensors, mask, bias, **options))[2]
+    assert is_dynamic or masks == "intervals"  # the kernel that summarizes intervals zeros their counter
+    check(tensors, mask, bias, **options)
+
+
+def test_the_counter_restarts_at_every_replay():
+    heads = many_heads()
+    tensors = on_gpu(1, 512, 512, heads, heads // 2, 64)
+
+    def attend():
+        return flash_dmattn_func(*tensors, is_causal=True)
+
+    expected = attend()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attend()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)

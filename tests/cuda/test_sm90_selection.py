@@ -78,6 +78,15 @@ def test_sm90_is_selected_automatically_for_long_sequences(monkeypatch):
     assert generations(on_gpu(1, 2048, 2048, 4, 4, 128), None, randn(1, 4, 1, 2048)) == ({"sm90"}, {"sm90"})
 
 
+@pytest.mark.parametrize(("relative", "least"), [(False, 256), (True, 128)])
+def test_the_sm90_backward_of_small_heads_is_selected_from_a_length_on(relative, least, monkeypatch):
+    monkeypatch.delenv("FLASH_DMATTN_ARCH")
+    table = torch.randn(1, 4, 2 * 30 + 1, device="cuda") if relative else None
+    for keys in (least - 8, least):
+        served = generations(on_gpu(2, 100, keys, 4, 4, 32), relative_bias=table)[1]
+        assert served == {"sm90" if keys == least else "sm80"}
+
+
 def test_an_unknown_architecture_is_an_error(monkeypatch):
     monkeypatch.setenv("FLASH_DMATTN_ARCH", "hopper")
     with pytest.raises(RuntimeError, match="FLASH_DMATTN_ARCH must be sm90 or sm80, got hopper"):

@@ -1,13 +1,11 @@
 """The tall tile of the sm90 forward: m_blocks of 192 or 256 rows, where the SMs have enough of them."""
 
-import re
-
 import pytest
 import torch
 from gpu_inputs import CAUSAL, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check
 from sequences import slices
-from sm90 import bias_of, check_masked_parts, names_of, offsets, result_and_names
+from sm90 import bias_of, check_masked_parts, is_tall, names_of, offsets, result_and_names
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, flash_dmattn_with_kvcache
 
@@ -23,10 +21,6 @@ KERNELS = pytest.mark.parametrize(
 
 def sms():
     return torch.cuda.get_device_properties(0).multi_processor_count
-
-
-def is_tall(names):
-    return re.search("FwdKernelTraits<[^>]*, true>", names) is not None
 
 
 def biases_of(pairs, heads, rows, keys):

@@ -37,7 +37,10 @@ bool supports_lists(const FwdParams& p) {
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }
 
-int64_t kv_head_bytes(const FwdArgs& p) { return 2 * p.seqlen_k * p.head_dim * kElementBytes; }
+int64_t kv_head_bytes(const FwdArgs& p) {  // of packed sequences on average
+    const int64_t keys = p.cu_seqlens_k == nullptr ? p.seqlen_k : ceil_div(p.total_k, p.batch);
+    return std::max<int64_t>(2 * keys * p.head_dim * kElementBytes, 1);
+}
 
 // Whether it is no slower if the CTAs in progress read all K and V: these take at most twice the L2 cache. The CTAs of
 // a head read the same keys at about the same time.
@@ -53,13 +56,13 @@ int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
     return swizzle;
 }
 
-// Whether all work tiles take as long.
+// Whether all work tiles take the same time, as far as the host knows.
 bool is_uniform(const FwdParams& p, bool gathers) {
     return gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
 }
 
-// Whether a counter assigns the work tiles: with several for each SM, of different lengths. The counter of calls with
-// interval summaries is zeroed with these.
+// Whether a counter assigns the work tiles: each SM has several, and their lengths differ. The kernel that summarizes
+// intervals zeros the counter of its calls.
 bool should_schedule_dynamically(const FwdParams& p) {
     constexpr int64_t kRows = 128, kMinRounds = 4;
     if (is_uniform(p, p.lists.present()) || p.interval_summaries.present()) return false;
@@ -92,7 +95,7 @@ bool should_use_tall_tile(const FwdArgs& p, int head_dim, int rows, int tall_row
     // Static schedules balance packed sequences better with small work tiles. A bound on the keys above their total
     // comes with batch_invariant: other sequences may not decide.
     if (p.cu_seqlens_q != nullptr && (p.tile_count_semaphore == nullptr || p.seqlen_k > p.total_k)) return false;
-    // Of that with the other tile, as measured on an H200: 0.88 to 0.91; below head dimension 128 0.74 to 0.88, where
+    // Relative to the other tile, as measured on an H200: 0.88 to 0.91 at head dimension 128, 0.74 to 0.88 below, where
     // short packed sequences gain most.
     const double time_per_row = head_dim == 128 ? 0.885 : 0.8;
     return rows_of_busiest_sm(p, tall_rows) * time_per_row < rows_of_busiest_sm(p, rows);
@@ -134,7 +137,7 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers)
     const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p), uniform = is_uniform(p, gathers);
     constexpr unsigned kShort = 2048;
     // A persistent CTA loads the next Q during its epilogue. A static schedule fixes its work tiles in advance: it is
-    // used only if these are as long, short, or of lengths that change evenly from the first work tile to the last.
+    // used only if they are equally long, or short, or if their lengths change evenly from the first to the last.
     const bool is_dynamic = !gathers && p.tile_count_semaphore != nullptr;
     const bool changes_evenly = !uniform && !is_dynamic && (p.seqlen_q <= kShort || (even && is_near_cache(p)));
     const bool is_persistent = uniform || is_dynamic || changes_evenly;

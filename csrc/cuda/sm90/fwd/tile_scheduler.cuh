@@ -2,12 +2,12 @@
 //
 // Longest first (LPT) with an L2 swizzle, as in FlashAttention-3: the (head, batch) pairs are divided into sections
 // of `swizzle`. Within a section the m_block varies slowest, the last one first: under causality it is the longest.
-// Sections run one after another, so that L2 holds the K and V of the section in progress. A persistent grid has one
-// section, unless work tiles are uniform. plan_grid selects sections and scheduler (docs/kernels.md).
+// Sections run one after another, so that L2 holds the K and V of the section in progress. plan_grid selects sections
+// and scheduler (docs/kernels.md).
 //
 // Static persistent CTAs process work tiles in rounds. CTA i has the i-th work tile of a round, and the i-th from the
-// end of the next: since lengths change evenly, all CTAs have about as much work. Those of packed sequences average out
-// over the rounds.
+// end of the next: if lengths change evenly, all CTAs have about as much work. Dynamic persistent CTAs take the next
+// work tile of the same order from a counter.
 //
 // Where most packed sequences are far shorter than the longest one, the m_blocks of all are numbered consecutively
 // (packs_m_blocks in common/packed_blocks.cuh): as one sequence of all heads, in one section.
@@ -57,7 +57,7 @@ __device__ __forceinline__ unsigned work_tile_of_round(unsigned round) {
 }
 
 // Dynamic: warp 0 of the producer takes the index of the next work tile from a counter. The other three read it from
-// here, so that a warp does not wait for a slower one.
+// here. A warp may be two work tiles ahead of the slowest.
 struct FwdWorkTilePipeline {
     static constexpr int kStages = 2, kReaders = 3;
 
@@ -83,7 +83,7 @@ public:
         : params_(params), pipeline_(pipeline) {}
 
     __device__ __forceinline__ WorkTileInfo get_initial_work() const { return {blockIdx.x}; }
-    // kThreads: of the warp, that call: lane 0, or all 32.
+    // kThreads: threads of the warp that call: 1, which is lane 0, or 32.
     template <int kThreads>
     __device__ __forceinline__ WorkTileInfo next_work() {
         static_assert(kThreads == 1 || kThreads == 32);

@@ -1,5 +1,5 @@
-// The producer of the sm90 forward without a mask: one thread each loads K, V and Q, and one warp the bias. They do not
-// wait for each other.
+// The producer of the sm90 forward without a mask: one thread each loads K, V and Q, and one warp the bias. Each runs
+// ahead as far as its own pipeline allows.
 #pragma once
 
 #include "tma_producer.cuh"
@@ -73,7 +73,7 @@ private:
         });
         Base::finish_q();
     }
-    // The scheduler waits for all four warps.
+    // A dynamic scheduler waits for all four warps.
     __device__ void skip_work_tiles() {
         Base::template for_each_work_tile<1>([](const FwdWorkTile&) {});
     }

@@ -101,14 +101,14 @@ def flash_dmattn_func(
             rounding. Its gradient has its shape and dtype, and is summed in float32 over broadcast and shared
             dimensions; on Hopper the gradient of a 16-bit dense bias that 2 to 8 batch elements share may be summed in
             its dtype (docs/semantics.md). On CUDA a key bias [.., 1, Sk] takes the same time in both dtypes; a float32
-            bias [.., Sq, Sk] with a 16-bit query is slower, unless the pair bias kernels of sm90 serve the call.
+            bias [.., Sq, Sk] with a 16-bit query is slower, except for a pair bias on Hopper (docs/usage.md).
         softmax_scale: a number, by default 1 / sqrt(D); or a floating tensor () or (H), which is differentiable: query
             is multiplied by it in float32, and the product is rounded to query's dtype. Its values are not checked.
         is_causal: key j is visible to row i only if j <= i + (Sk - Sq): aligned to the bottom right corner.
         softcap: 0 for none, else the bound of the capped scores.
         deterministic: the same inputs produce bitwise identical gradients.
         return_attn_probs: also return lse and the probabilities. For tests: materializes (B, H, Sq, Sk).
-            Not with cache_seqlens.
+            Not with cache_seqlens. With sinks the rows sum to less than 1.
         return_lse: also return lse. It is differentiable: `merge_attention` merges calls over disjoint keys exactly.
         window_size: causal top-k selection (KeyIntervalMask.topk), not a sliding window: row i sees the `window_size`
             keys of largest bias among the keys that causality allows. If biases are equal, the later key is selected.
@@ -320,7 +320,8 @@ def flash_dmattn_func_auto(backend: Backend | None = None) -> Callable[..., Tens
     """`flash_dmattn_func` on a given backend: "cuda", "cpu", "triton", "flex" or "reference".
 
     Args:
-        backend: its name; None selects the best available one.
+        backend: its name; None selects the first available one now, not by the tensors of a call: "cuda" and "cpu" take
+            tensors of their device only.
 
     Returns:
         A function with the arguments, results and errors of `flash_dmattn_func`. It raises an error for what its

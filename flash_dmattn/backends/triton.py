@@ -3,7 +3,7 @@
 Each program owns its outputs, so there are no atomics and every gradient is bitwise reproducible:
 
     _forward_kernel      a tile of query rows     out, lse
-    _delta_kernel        a tile of query rows     D_i = <do_i, o_i> - dlse_i
+    _delta_kernel        a tile of query rows     delta_i = <do_i, o_i> - dlse_i
     _dq_kernel           a tile of query rows     dq; dbias for a dense bias without broadcast dimensions
     _dkdv_kernel         a tile of keys           dk, dv; the column sums of dx for a key bias
     _dbias_kernel        a tile of the bias       dbias for a dense bias that batch elements or heads share

@@ -43,8 +43,8 @@ def window_attention(
         query: (B, Sq, H, D), in the dtypes of `flash_dmattn_func`.
         key: (B, Sk, Hkv, D) in query's dtype.
         value: (B, Sk, Hkv, Dv) in query's dtype.
-        attn_mask: bool ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible. nW divides B. For a mask of 0 and -100,
-            as Swin makes it, (nW, N, N): `(mask == 0).unsqueeze(1)`.
+        attn_mask: bool tensor ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), True = visible; no other kind of mask. nW divides
+            B. For a mask of 0 and -100, as Swin makes it, (nW, N, N): `(mask == 0).unsqueeze(1)`.
         attn_bias: ({B|nW|1}, {H|Hkv|1}, {Sq|1}, {Sk|1}), as in `flash_dmattn_func`, such as Swin's relative position
             bias (1, H, N, N). Its gradient is summed over the images.
         relative_bias, grid: as in `flash_dmattn_func`: Swin's table as (1, H, 2h - 1, 2w - 1) for windows of

@@ -28,15 +28,15 @@ class Container:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking), self)
 
     def cpu(self: Self) -> Self:
-        """The same mask on the CPU."""
+        """A copy on the CPU."""
         return self.to("cpu")
 
     def cuda(self: Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Self:
-        """The same mask on a CUDA device, by default the current one."""
+        """A copy on a CUDA device, by default the current one."""
         return self.to("cuda" if device is None else device, non_blocking)
 
     def pin_memory(self: Self, device: object = None) -> Self:
-        """The same mask in pinned memory; `device` is deprecated in PyTorch and ignored."""
+        """A copy in pinned memory; `device` is deprecated in PyTorch and ignored."""
         return pytree.tree_map_only(Tensor, Tensor.pin_memory, self)
 
 

@@ -127,7 +127,7 @@ def lengths_of(cache_seqlens: object, batch: int, device: torch.device, seqlen_k
     if true_if_known(length > INT32_MAX):
         raise ValueError(f"cache_seqlens must fit in 32 bits, got {length}")
     if seqlen_k is not None and statically_true(length > seqlen_k):
-        raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the keys of key, got {length}")
+        raise ValueError(f"cache_seqlens must be from 0 to {seqlen_k}, the number of keys, got {length}")
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 

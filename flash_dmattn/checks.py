@@ -315,7 +315,7 @@ def check_window(
             "mask then by attn_mask=KeyIntervalMask.topk(attn_bias, window_size) & mask"
         )
     if not is_causal:
-        raise ValueError("window_size needs is_causal=True: each row chooses among the keys up to its own")
+        raise ValueError("window_size selects among the keys up to a row: it needs is_causal=True, got False")
     per_key = bias is not None and is_per_key(bias.shape)
     batch, keys = query.shape[0], key.shape[-3]
     if per_key and bias.ndim == 4:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks, ops
-from .arguments import check_cu_seqlens, require_given, require_max_seqlen
+from .arguments import check_cu_seqlens, require_given, require_max_seqlen, require_no_grad
 from .attend import attend, autocast_is_on, kernels_for, require_device_with_kernels
 from .backends import Backend
 from .call import Call, Varlen
@@ -178,6 +178,8 @@ def flash_dmattn_qkvpacked_func(qkv: Tensor, *args, **kwargs) -> Tensor | tuple[
     """
     checks.compiled_check("check_packed", "qkv", qkv, "(B, S, 3, H, D)", 3)
     require_device_with_kernels("qkv", qkv)
+    if kwargs.get("cache_seqlens") is not None:
+        require_no_grad("qkv", qkv, "cache_seqlens")
     return flash_dmattn_func(*qkv.unbind(dim=2), *args, **kwargs)
 
 
@@ -191,6 +193,8 @@ def flash_dmattn_kvpacked_func(query: Tensor, kv: Tensor, *args, **kwargs) -> Te
     """
     checks.compiled_check("check_packed", "kv", kv, "(B, Sk, 2, Hkv, D)", 2)
     checks.compiled_check("check_kv", query, kv, "(B, Sq, H, D)", not autocast_is_on(kv.device))
+    if kwargs.get("cache_seqlens") is not None:
+        require_no_grad("kv", kv, "cache_seqlens")
     return flash_dmattn_func(query, *kv.unbind(dim=2), *args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from . import checks, ops
 from . import kvcache_composed as kvcache_composed  # implements an operator
 from .arguments import (
     lengths_of,
+    names,
     require_bool,
     require_device,
     require_float32_or,
@@ -171,6 +172,8 @@ def check_tensors(tensors: dict[str, Tensor | None]) -> None:
         if tensor is None and name not in ("query", "k_cache", "v_cache"):
             continue
         require_tensor(name, tensor)
+        if tensor.is_quantized:
+            raise TypeError(f"{name} must not be quantized, got {names([tensor.dtype])}")
         if name != "softmax_scale":  # a number on the CPU serves every device: checks.check_scale
             require_device(name, tensor, tensors["query"].device, "query")
         if name in ("k_cache", "v_cache", "bias_cache") and not torch.compiler.is_compiling() and tensor.is_neg():

@@ -148,7 +148,7 @@ def compose_attention_with_kvcache(*args) -> tuple[Tensor, Tensor]:
         is_empty = slots.batches == 0 or slots.capacity == 0 or query.numel() == 0
         if not is_empty:
             sequences = Sequences(given, slots.capacity)
-            if given.window_size and query.device.type == "cpu":
+            if given.window_size is not None and query.device.type == "cpu":
                 refuse_nan_biases(given, slots, sequences)
             append(given, slots, sequences)
         if is_empty or given.window_size == 0:

@@ -95,7 +95,8 @@ public:
         const int64_t first_later = std::max<int64_t>(lead_ + 1, 0);  // the first key that row 0 does not see
         best_.clear();
         partly_seen_.clear();
-        if (p_.window > 0 && !(find_best(first_later) && add_later(first_later, used))) return false;
+        if (p_.window == 0) return !has_nan(used);
+        if (!find_best(first_later) || !add_later(first_later, used)) return false;
         for (const auto& ranked : best_) list(ranked.key, p_.rows);
         return true;
     }
@@ -142,6 +143,17 @@ private:
         }
         keep_best();
         return true;
+    }
+
+    // Whether a bias of the keys [0, end) is NaN.
+    bool has_nan(int64_t end) {
+        int some = 0;
+        for (int64_t first = 0; first < end; first += kChunk) {
+            const int64_t count = std::min(end - first, kChunk);
+            const acc_t* x = biases_.load(first, count);
+            for (int64_t j = 0; j < count; ++j) some |= x[j] != x[j];
+        }
+        return some != 0;
     }
 
     // NaN is better than any threshold.

@@ -364,7 +364,7 @@ void check_seqused_k(const Tensor& seqused_k, const Tensor& query, const Tensor&
     const Tensor lengths = read_back(seqused_k);
     for (const int32_t length : at::ArrayRef<int32_t>(lengths.const_data_ptr<int32_t>(), lengths.numel())) {
         TORCH_CHECK_VALUE(length >= 0 && length <= key.sym_size(1), "cache_seqlens must be from 0 to ", key.sym_size(1),
-                          ", the keys of key, got ", length);
+                          ", the number of keys, got ", length);
     }
 }
 
@@ -406,7 +406,7 @@ void check_varlen(const Varlen& varlen, const Tensor& query, const Tensor& key) 
     };
     check_same_sequences(varlen.cu_seqlens_q, varlen.cu_seqlens_k);
     check("cu_seqlens_q", varlen.cu_seqlens_q, query, "the rows of query", "max_seqlen_q", varlen.max_seqlen_q);
-    check("cu_seqlens_k", varlen.cu_seqlens_k, key, "the keys of key", "max_seqlen_k", varlen.max_seqlen_k);
+    check("cu_seqlens_k", varlen.cu_seqlens_k, key, "the number of keys", "max_seqlen_k", varlen.max_seqlen_k);
 }
 
 }  // namespace flash_dmattn

@@ -206,7 +206,7 @@ void check_options(const KvCacheInputs& in, int64_t batch) {
                           *in.window_size);
         TORCH_CHECK_VALUE(in.bias_cache, "window_size selects by bias_cache, got none");
         TORCH_CHECK_VALUE(in.is_causal,
-                          "window_size needs is_causal=True: each row chooses among the keys up to its own");
+                          "window_size selects among the keys up to a row: it needs is_causal=True, got False");
     }
     if (in.relative_bias) {
         TORCH_CHECK_VALUE(in.relative_bias->dim() == 3, "relative_bias must be ({B|1}, {H|Hkv|1}, 2R + 1), got shape ",

@@ -497,7 +497,7 @@ def packed_attention(
         )
     max_seqlen_q = query.shape[0] if max_length_q is None else int(max_length_q)
     max_seqlen_k = key.shape[0] if max_length_k is None else int(max_length_k)
-    total_q, total_k = (query.shape[0], "the rows of query"), (key.shape[0], "the keys of key")
+    total_q, total_k = (query.shape[0], "the rows of query"), (key.shape[0], "the number of keys")
     check_same_sequences(cu_seqlens_q, cu_seqlens_k, "cu_seq_lens")
     check_cu_seqlens("cu_seq_lens_q", cu_seqlens_q, query, "query", total_q, ("max_length_q", max_seqlen_q))
     check_cu_seqlens("cu_seq_lens_k", cu_seqlens_k, query, "query", total_k, ("max_length_k", max_seqlen_k))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor
 
-from ..arguments import require_tensor, shape_of
+from ..arguments import require_dense, require_tensor, shape_of
 from ..broadcast import is_one_of
 from ..interface import flash_dmattn_func
 from ..masks.choice import Sparse
@@ -61,6 +61,9 @@ def window_attention(
         require_tensor(name, tensor)
         if tensor.ndim != 4 or tensor.shape[0] != query.shape[0]:
             raise ValueError(f"{name} must have 4 dimensions and query's batch size, got shape {shape_of(tensor)}")
+    for name, tensor in (("attn_mask", attn_mask), ("attn_bias", attn_bias), ("relative_bias", relative_bias)):
+        if isinstance(tensor, Tensor):
+            require_dense(name, tensor)
     batch = query.shape[0]
     windows = number_of_windows(batch, {"attn_mask": attn_mask, "attn_bias": attn_bias})
 

@@ -410,7 +410,7 @@ class KeyIntervalMask(Container, Mask):
         require_integers("prefix_lens", prefix_lens)
         if prefix_lens.ndim != 1:
             raise ValueError(f"prefix_lens must be (B), got shape {shape_of(prefix_lens)}")
-        prefix_lens = prefix_lens if device is None else prefix_lens.to(device)
+        prefix_lens = prefix_lens if device is None else prefix_lens.to(device=device)
         causal = cls.causal(seqlen_q, seqlen_k, prefix_lens.device)
         is_prefix = first_keys(prefix_lens, seqlen_k, "prefix_lens must be")
         start = causal.start.masked_fill(is_prefix[:, None], 0)
@@ -476,8 +476,9 @@ class KeyIntervalMask(Container, Mask):
             ValueError: a shape that is neither, lengths without seqlen_k; on the CPU lengths out of range.
         """
         require_integers("real", real, or_bool=True)
-        if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
+        if seqlen_k is not None:
             seqlen_k = require_length("seqlen_k", seqlen_k)
+        if real.ndim == 1 and real.dtype != torch.bool and seqlen_k is not None:
             real = first_keys(real, seqlen_k, "real must be lengths")
         if real.ndim != 2 or not is_one_of(seqlen_k, None, real.shape[1]):
             raise ValueError(

@@ -348,7 +348,7 @@ def test_cache_errors(device):
     with pytest.raises(ValueError, match="cache_seqlens is for the backends .*, got the backend 'reference'"):
         call(filled, flash_dmattn_func_auto("reference"))
     if device == "cpu":
-        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 300, the keys of key, got 301"):
+        with pytest.raises(ValueError, match="cache_seqlens must be from 0 to 300, the number of keys, got 301"):
             call(filled + 1)
     query.requires_grad_()
     with pytest.raises(ValueError, match="query must not require grad: cache_seqlens is for inference"):

@@ -636,7 +636,7 @@ VARLEN = {
     "cu_seqlens that fall": (
         lambda: varlen(cu_k=torch.tensor([0, 6, 5], dtype=torch.int32)),
         ValueError,
-        r"cu_seqlens_k must be non-decreasing from 0 to 5, the keys of key, got cu_seqlens_k\[1:3\] = \[6, 5\]$",
+        r"cu_seqlens_k must be non-decreasing from 0 to 5, the number of keys, got cu_seqlens_k\[1:3\] = \[6, 5\]$",
     ),
     "cu_seqlens without the first offset": (
         lambda: varlen(cu_q=CU[1:], cu_k=CU[1:]),
@@ -926,8 +926,18 @@ def test_arguments_of_packed_functions():
         flash_dmattn.flash_dmattn_qkvpacked_func(qkv, attn_mask=3)
 
 
+def test_packed_tensors_with_cache_seqlens_must_not_require_grad():
+    qkv, kv = torch.zeros(1, 5, 3, 2, 8, requires_grad=True), torch.zeros(1, 5, 2, 2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="^qkv must not require grad: cache_seqlens is for inference"):
+        flash_dmattn.flash_dmattn_qkvpacked_func(qkv, cache_seqlens=3)
+    with pytest.raises(ValueError, match="^kv must not require grad: cache_seqlens is for inference"):
+        flash_dmattn.flash_dmattn_kvpacked_func(torch.zeros(1, 5, 2, 8), kv, cache_seqlens=3)
+    with torch.no_grad():
+        assert flash_dmattn.flash_dmattn_qkvpacked_func(qkv, cache_seqlens=3).shape == (1, 5, 2, 8)
+
+
 @pytest.mark.parametrize("rows", [5, 40])  # topk_lists is for up to 16
-@pytest.mark.parametrize("window_size", [3, 99])
+@pytest.mark.parametrize("window_size", [0, 3, 99])
 def test_nan_names_the_bias_of_the_call(rows, window_size):
     query, key, value = inputs(1, rows, rows, 2, 2, 8)
     bias = torch.zeros(1, 1, 1, rows)

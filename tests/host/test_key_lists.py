@@ -283,7 +283,7 @@ ERRORS = {
     "a window that is not causal": (
         lambda: flash_dmattn_func(Q, K, V, None, torch.zeros(1, 1, 1, 7), window_size=2),
         ValueError,
-        "window_size needs is_causal=True",
+        "window_size selects among the keys up to a row: it needs is_causal=True, got False",
     ),
     "a window without a bias": (
         lambda: flash_dmattn_func(Q, K, V, is_causal=True, window_size=2),

@@ -62,6 +62,10 @@ def with_nan(bias, page=0):
 
 CASES = {
     "query is no tensor": (fixed, {"query": [1.0]}, TypeError, "query must be a torch.Tensor, got list"),
+    "quantized cache": (
+        *(fixed, {"k_cache": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)}, TypeError),
+        "k_cache must not be quantized, got qint8",
+    ),
     "k_cache is None": (fixed, {"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
     "bias_cache is no tensor": (fixed, {"bias_cache": 1}, TypeError, "bias_cache must be a torch.Tensor, got int"),
     "query of 3 dimensions": (
@@ -295,6 +299,10 @@ CASES = {
         *(fixed, {"window_size": 3, "bias_cache": with_nan}, ValueError),
         "bias_cache must not be NaN where window_size selects by it",
     ),
+    "NaN in the biases of a window of no keys": (
+        *(fixed, {"window_size": 0, "bias_cache": with_nan}, ValueError),
+        "bias_cache must not be NaN where window_size selects by it",
+    ),
     "NaN in the biases of the pages": (
         *(paged, {"window_size": 3, "bias_cache": lambda x: with_nan(x, page=4)}, ValueError),
         "bias_cache must not be NaN where window_size selects by it",
@@ -313,7 +321,7 @@ CASES = {
     ),
     "window without causality": (
         *(fixed, {"window_size": 3, "is_causal": False}, ValueError),
-        "window_size needs is_causal=True: each row chooses among the keys up to its own",
+        "window_size selects among the keys up to a row: it needs is_causal=True, got False",
     ),
     "negative window": (fixed, {"window_size": -1}, ValueError, "window_size must not be negative, got -1"),
     "sliding window of flash-attn": (

@@ -90,7 +90,7 @@ def panels_of(rows: list[Row]) -> Iterator[Panel]:
 def headline(suite: str, workload: str) -> str:
     """What a reader must know first: "Training step, Doge, 8,192 tokens"."""
     kind = re.match(r"(?:(?!B\d)[^,\[])*", workload)[0].strip()
-    if kind == "top-w mask":
+    if kind == "top-k mask":
         window = re.search(r" w(\d+)", workload)
         kind = f"{int(window[1]):,} keys per row"
     length = re.search(r"\bS(k?)(\d+)", workload)

@@ -219,7 +219,7 @@ def cudnn(inputs: Inputs) -> Operation:
 
 
 def cudnn_of_window(inputs: Inputs) -> Operation:
-    """Every row sees the first `window` keys: as many products as the top-w mask has."""
+    """Every row sees the first `window` keys: as many products as the top-k mask has."""
     first = {name: getattr(inputs, name)[:, : inputs.problem.window].detach() for name in ("key", "value")}
     needs_grad = inputs.query.requires_grad
     return by_cudnn(

@@ -182,7 +182,7 @@ def square(name: str, batch: int, heads: int, seqlen: int, head_dim: int, **opti
     return Problem(name, batch=batch, heads=heads, head_dim=head_dim, **options)
 
 
-def top_w(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_dim: int, **options) -> Problem:
+def top_k(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_dim: int, **options) -> Problem:
     """Causal; each row sees the `window` keys of largest bias up to its own. Each KV head has its own bias."""
     sizes = {"batch": 1, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     lengths = {"seqlen_q": seqlen, "seqlen_k": seqlen}
@@ -191,7 +191,7 @@ def top_w(name: str, seqlen: int, window: int, heads: int, kv_heads: int, head_d
 
 
 def indexed(name: str, seqlen: int, window: int, *sizes: int, tile_rows: int, at_random: bool = False) -> Indexed:
-    return Indexed(**vars(top_w(name, seqlen, window, *sizes)), tile_rows=tile_rows, at_random=at_random)
+    return Indexed(**vars(top_k(name, seqlen, window, *sizes)), tile_rows=tile_rows, at_random=at_random)
 
 
 def named(label: str, problem: Problem) -> Problem:

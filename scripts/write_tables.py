@@ -177,7 +177,7 @@ SERVED = [Figure("served token", "tokens_per_second", 1, fixed(0))]
 PARALLEL = (Figure(FORWARD, form=fixed(1)), Figure(BOTH, form=fixed(1)))
 SHARDED = ("flash_dmattn, zigzag", OURS)
 UPDATE = "--device cuda --update benchmarks/results/h200.json"
-TOP_W = "top-w mask, B1 H32/8 S{} D128 w{}"
+TOP_K = "top-k mask, B1 H32/8 S{} D128 w{}"
 
 
 def run(arguments: str) -> tuple[str, ...]:
@@ -213,10 +213,10 @@ TABLES = {
         },
         (*run("sparse"), *run("dense")),
         workloads={
-            ("sparse", TOP_W.format(8192, 1024)): "S8192, w 1024",
+            ("sparse", TOP_K.format(8192, 1024)): "S8192, w 1024",
             ("dense", "bool mask of the keys of largest bias, B1 H32/8 S8192 D128 w1024"): "the same as a bool mask",
-            ("sparse", TOP_W.format(32768, 2048)): "S32768, w 2048",
-            ("sparse", TOP_W.format(131072, 2048)): "S131072, w 2048",
+            ("sparse", TOP_K.format(32768, 2048)): "S32768, w 2048",
+            ("sparse", TOP_K.format(131072, 2048)): "S131072, w 2048",
             ("dense", "dense bias [B,H,S,S], B2 H16 S4096 D128"): "dense bias [B,H,S,S]",
             ("dense", "key bias, B2 H16 S4096 D128"): "key bias",
             ("dense", "causal, B2 H16 S4096 D128"): "causal, no bias",
@@ -247,16 +247,16 @@ TABLES = {
         suite="sparse",
         needs="H32/8 S",
         workloads={
-            ("sparse", TOP_W.format(8192, 1024)): TOP_W.format(8192, 1024),
-            ("sparse", TOP_W.format(32768, 2048)): TOP_W.format(32768, 2048),
-            ("sparse", TOP_W.format(131072, 2048)): TOP_W.format(131072, 2048),
-            ("sparse", "decode, top-w mask, B8 H32/8 Sk131072 D128 w2048"): "decode, lists made beforehand, "
+            ("sparse", TOP_K.format(8192, 1024)): TOP_K.format(8192, 1024),
+            ("sparse", TOP_K.format(32768, 2048)): TOP_K.format(32768, 2048),
+            ("sparse", TOP_K.format(131072, 2048)): TOP_K.format(131072, 2048),
+            ("sparse", "decode, top-k mask, B8 H32/8 Sk131072 D128 w2048"): "decode, lists made beforehand, "
             "B8 H32/8 Sk131072 D128 w2048",
         },
     ),
     "indices": Table(
         "Median time in ms, forward / backward.",
-        columns([OURS, "flash_dmattn, top-w mask", "FlexAttention", "cuDNN, all keys", "cuDNN, dense S x w"], TWO),
+        columns([OURS, "flash_dmattn, top-k mask", "FlexAttention", "cuDNN, all keys", "cuDNN, dense S x w"], TWO),
         run("sparse --workload indices"),
         suite="sparse",
         needs="indices",

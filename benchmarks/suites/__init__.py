@@ -4,7 +4,7 @@ MODULES = {
     "equivalence": ("equivalence", "out, lse and every gradient of each backend against float64"),
     "dense": ("dense", "forward and backward, masks and biases made beforehand: SDPA, FlexAttention, cuDNN"),
     "relative": ("relative", "relative position biases with their gradient: none, dense, FlexAttention, SDPA"),
-    "sparse": ("sparse", "top-w masks and keys named by indices, and the memory they take: FlexAttention, cuDNN"),
+    "sparse": ("sparse", "top-k masks and keys named by indices, and the memory they take: FlexAttention, cuDNN"),
     "prefill": ("calls", "whole calls with window_size, the selection included: cuDNN over all keys, FlexAttention"),
     "decode": ("calls", "the same for one row: top-k by hand, SDPA over all keys"),
     "serving": ("serving", "decoding, chunks and mixed batches over a paged cache: top-k by hand, FlashAttention"),

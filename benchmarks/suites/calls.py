@@ -37,7 +37,7 @@ from peers import (
     takes_lengths,
     whole_call,
 )
-from problem import Problem, named, square, top_w
+from problem import Problem, named, square, top_k
 from rows import BOTH, FORWARD, Row
 from timing import call_for, captured, host_seconds
 
@@ -57,11 +57,11 @@ HOST_TIME = "host time"
 
 
 def one_row(batch: int, seqlen: int, window: int, *heads: int) -> Problem:
-    return named("", top_w("", seqlen, window, *heads, batch=batch, seqlen_q=1))
+    return named("", top_k("", seqlen, window, *heads, batch=batch, seqlen_q=1))
 
 
 def rows_of(seqlen: int, window: int, *heads: int) -> Problem:
-    return named("", top_w("", seqlen, window, *heads))
+    return named("", top_k("", seqlen, window, *heads))
 
 
 @dataclass(frozen=True)

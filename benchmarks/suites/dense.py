@@ -39,12 +39,12 @@ def documents_of_all_lengths(seqlen: int, device: str) -> KeyIntervalMask:
 
 PACKED = "causal, packed documents of 64 to 2048 rows"
 LONG = {"kv_heads": 4, "is_causal": True}
-TOP_W = {"kv_heads": 8, "is_causal": True, "bias": "B Hkv 1 Sk"}
+TOP_K = {"kv_heads": 8, "is_causal": True, "bias": "B Hkv 1 Sk"}
 WORKLOADS = {
     "cpu": [
         dense("random mask [B,H,S,S], key bias", 1, 8, 2048, 64, mask="B H Sq Sk", bias="B H 1 Sk"),
         dense("causal", 1, 8, 2048, 64, is_causal=True),
-        dense("bool mask of the keys of largest bias", 1, 8, 2048, 64, window=256, **TOP_W),
+        dense("bool mask of the keys of largest bias", 1, 8, 2048, 64, window=256, **TOP_K),
     ],
     "cuda": [
         dense("no mask, no bias", 2, 16, 4096, 64),
@@ -58,7 +58,7 @@ WORKLOADS = {
         dense("dense bias [1,H,S,S]", 16, 16, 1024, 64, bias="1 H Sq Sk"),
         dense("key bias", 2, 16, 4096, 128, bias="B H 1 Sk"),
         dense("pair bias [1,H,S,S], key mask", 384, 4, 384, 32, mask="B 1 1 Sk", bias="1 H Sq Sk"),
-        dense("bool mask of the keys of largest bias", 1, 32, 8192, 128, window=1024, **TOP_W),
+        dense("bool mask of the keys of largest bias", 1, 32, 8192, 128, window=1024, **TOP_K),
         dense("causal", 1, 16, 16384, 128, **LONG),
         dense("causal, sliding window of 1024", 1, 16, 16384, 128, intervals=sliding_window, **LONG),
         dense("causal, documents of 700", 1, 16, 16384, 128, intervals=documents, **LONG),
@@ -66,7 +66,7 @@ WORKLOADS = {
         dense(PACKED, 1, 16, 32768, 64, intervals=documents_of_all_lengths, packed=True, max_seqlen=2048, **LONG),
         dense(PACKED, 1, 16, 32768, 128, intervals=documents_of_all_lengths, packed=True, max_seqlen=2048, **LONG),
         dense("causal, max_seqlen 8192 for packed sequences", 128, 16, 256, 128, packed=True, max_seqlen=8192, **LONG),
-        dense("decode, key mask", 8, 32, 131072, 128, seqlen_q=1, window=2048, **TOP_W),
+        dense("decode, key mask", 8, 32, 131072, 128, seqlen_q=1, window=2048, **TOP_K),
     ],
 }
 CHECKED = WORKLOADS["cpu"][0].name

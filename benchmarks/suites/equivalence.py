@@ -124,15 +124,15 @@ def configurations(size: str) -> list[Problem]:
         config("bias constant along the keys [B H Sq 1]", bias="B H Sq 1"),
         config("bias constant along the keys [1 Hkv 1 1]", bias="1 Hkv 1 1", is_causal=True),
         # Dynamic masks: each row sees the keys of largest bias
-        config("top-w", window=16, **key_bias),
-        config("top-w, causal, float32 bias", window=16, is_causal=True, bias_dtype=torch.float32, **key_bias),
-        config("top-w, dense bias", window=16, bias="B H Sq Sk"),
-        config("top-w, one row", window=16, seqlen_q=1, is_causal=True, **key_bias),
+        config("top-k", window=16, **key_bias),
+        config("top-k, causal, float32 bias", window=16, is_causal=True, bias_dtype=torch.float32, **key_bias),
+        config("top-k, dense bias", window=16, bias="B H Sq Sk"),
+        config("top-k, one row", window=16, seqlen_q=1, is_causal=True, **key_bias),
         *(
-            config(f"top-w by intervals{where}", window=16, as_intervals=True, is_causal=True, **lengths, **key_bias)
+            config(f"top-k by intervals{where}", window=16, as_intervals=True, is_causal=True, **lengths, **key_bias)
             for where, lengths in ((", square", square), (", one row", {"seqlen_q": 1}), (", more rows", more_rows))
         ),
-        config("top-w by intervals, a mask a head", window=16, as_intervals=True, is_causal=True, bias="B H 1 Sk"),
+        config("top-k by intervals, a mask a head", window=16, as_intervals=True, is_causal=True, bias="B H 1 Sk"),
         # Nothing visible
         config("rows see nothing", mask="B H Sq Sk", mask_values=blank_rows, **key_bias),
         config("tiles see nothing", mask="B Hkv Sq Sk", mask_values=blank_tiles, bias="1 H Sq Sk"),

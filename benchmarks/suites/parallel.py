@@ -49,19 +49,19 @@ class Workload:
 DENSE = (ALONE, SHARE, OURS, ZIGZAG, GATHER, RING)
 WORKLOADS = {
     "cpu": [
-        Workload("top-w mask, B1 H4/2 S2048 D64 w128", 2048, 4, 2, 64, 128),
+        Workload("top-k mask, B1 H4/2 S2048 D64 w128", 2048, 4, 2, 64, 128),
         Workload("dense causal, B1 H4/2 S1024 D64", 1024, 4, 2, 64, methods=DENSE),
     ],
     "cuda": [
-        Workload("top-w mask, B1 H32/8 S262144 D128 w2048", 262144, 32, 8, 128, 2048),
-        Workload("top-w mask, B1 H32/8 S1048576 D128 w2048", 1048576, 32, 8, 128, 2048, methods=(SHARE, OURS)),
+        Workload("top-k mask, B1 H32/8 S262144 D128 w2048", 262144, 32, 8, 128, 2048),
+        Workload("top-k mask, B1 H32/8 S1048576 D128 w2048", 1048576, 32, 8, 128, 2048, methods=(SHARE, OURS)),
         Workload("dense causal, B1 H32/8 S65536 D128", 65536, 32, 8, 128, methods=DENSE),
     ],
 }
 # The time of two ranks is compared with one rank that has all rows and with one that has its share; the bytes that they
 # send are compared with those of one window.
 STRONG, WEAK, DENSE_CAUSAL = (WORKLOADS["cuda"][i].name for i in range(3))
-MAX_BYTES = Demand("top-w mask", BOTH, 1.2, figure="sent_over_budget")
+MAX_BYTES = Demand("top-k mask", BOTH, 1.2, figure="sent_over_budget")
 DEMANDS = {
     "cpu": [MAX_BYTES],
     "cuda": [

@@ -32,7 +32,7 @@ from peers import (
     has_flash_attention_4,
     whole_call,
 )
-from problem import Inputs, Problem, named, shrunk, square, top_w
+from problem import Inputs, Problem, named, shrunk, square, top_k
 from rows import FORWARD, Row
 from timing import Call, captured
 from torch import Tensor
@@ -72,7 +72,7 @@ class Serving:
 
 def serving(label: str, batch: int, seqlen_q: int, seqlen_k: int, window: int | None, *sizes: int) -> Serving:
     if window is not None:
-        return Serving(named(label, top_w("", seqlen_k, window, *sizes, batch=batch, seqlen_q=seqlen_q)))
+        return Serving(named(label, top_k("", seqlen_k, window, *sizes, batch=batch, seqlen_q=seqlen_q)))
     heads, kv_heads, head_dim = sizes
     options = {"kv_heads": kv_heads, "seqlen_q": seqlen_q, "is_causal": True}
     return Serving(named(label, square("", batch, heads, seqlen_k, head_dim, **options)))

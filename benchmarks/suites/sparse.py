@@ -7,7 +7,7 @@ keys; the forward calls `KeyLists.from_indices`.
 
 Peers: FlexAttention has the same mask, read from the same intervals, and the same bias. "cuDNN, all keys" is causal and
 has no bias. "cuDNN, dense S x w" lets each row see the first w keys: as many products as the mask has. "flash_dmattn,
-tiles" uses no key lists. "flash_dmattn, top-w mask" beside indices has a top-w mask of the same density.
+tiles" uses no key lists. "flash_dmattn, top-k mask" beside indices has a top-k mask of the same density.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ from peers import (
     ours_indexed,
     ours_sparse,
 )
-from problem import Indexed, Problem, indexed, named, top_w
+from problem import Indexed, Problem, indexed, named, top_k
 from rows import BACKWARD, BOTH, FORWARD, Row
 from timing import call_for, medians
 
@@ -38,12 +38,12 @@ from flash_dmattn.masks import SPARSE
 from suites.dense import time_directions
 
 TOPK, LISTS = "topk", "key lists"  # the mask from a bias, and the key lists from a mask
-OURS_TOP_W = f"{OURS}, top-w mask"
+OURS_TOP_K = f"{OURS}, top-k mask"
 PEERS: dict[str, Build] = {FLEX: flex_where_it_fits, CUDNN_ALL: cudnn, CUDNN_DENSE: cudnn_of_window}
 
 
 def mask_of(label: str, *sizes: int, **options) -> Problem:
-    return named(label, top_w("", *sizes, **options))
+    return named(label, top_k("", *sizes, **options))
 
 
 def indices_of(label: str, *sizes: int, **options) -> Indexed:
@@ -52,15 +52,15 @@ def indices_of(label: str, *sizes: int, **options) -> Indexed:
 
 WORKLOADS = {
     "cpu": [
-        mask_of("top-w mask", 8192, 512, 8, 2, 64),
+        mask_of("top-k mask", 8192, 512, 8, 2, 64),
         indices_of("indices for each 64 rows", 8192, 512, 8, 2, 64, tile_rows=64),
     ],
     "cuda": [
-        mask_of("top-w mask", 8192, 1024, 32, 8, 128),
-        mask_of("top-w mask", 32768, 2048, 32, 8, 128),
-        mask_of("top-w mask", 131072, 2048, 32, 8, 128),
-        mask_of("top-w mask", 2**20, 2048, 8, 2, 64),
-        mask_of("decode, top-w mask", 131072, 2048, 32, 8, 128, batch=8, seqlen_q=1),
+        mask_of("top-k mask", 8192, 1024, 32, 8, 128),
+        mask_of("top-k mask", 32768, 2048, 32, 8, 128),
+        mask_of("top-k mask", 131072, 2048, 32, 8, 128),
+        mask_of("top-k mask", 2**20, 2048, 8, 2, 64),
+        mask_of("decode, top-k mask", 131072, 2048, 32, 8, 128, batch=8, seqlen_q=1),
         indices_of("indices for each row", 8192, 512, 32, 8, 128, tile_rows=1),
         indices_of("random indices for each row", 8192, 512, 32, 8, 128, tile_rows=1, at_random=True),
         indices_of("indices for each 64 rows", 8192, 512, 32, 8, 128, tile_rows=64),
@@ -99,7 +99,7 @@ DEMANDS = {
         Demand(S131K, TOPK, 3e-3),
         Demand(S131K, BOTH, 3, figure="peak_over_tensors"),
         Demand(DECODE, FORWARD, 0.1e-3),
-        *times_as_fast(EACH_64, OURS_TOP_W, 1 / 1.15, 1 / 1.15),
+        *times_as_fast(EACH_64, OURS_TOP_K, 1 / 1.15, 1 / 1.15),
         part_of_lists(EACH_64),
     ],
 }
@@ -113,11 +113,11 @@ def builders_of(problem: Problem, setting: Setting) -> dict[str, Build]:
     available = PEERS | {OURS_TILES: partial(ours_sparse, backend, "tiles")}
     if isinstance(problem, Indexed):
         own = {name: partial(ours_indexed, one) for name, one in setting.own.items()}
-        own[OURS_TOP_W] = partial(ours_sparse, backend, "lists")
-        names = [*setting.names(OURS, OURS_TOP_W, *peers)]
+        own[OURS_TOP_K] = partial(ours_sparse, backend, "lists")
+        names = [*setting.names(OURS, OURS_TOP_K, *peers)]
     else:
         own = {name: partial(ours_sparse, one, sparse) for name, one in setting.own.items()}
-        names = [name for name in setting.names(OURS, *peers) if name != OURS_TOP_W]
+        names = [name for name in setting.names(OURS, *peers) if name != OURS_TOP_K]
     available |= own
     return {name: available[name] for name in names}
 
@@ -163,7 +163,7 @@ def peak_memory(problem: Problem, implementation: str, build: Build, setting: Se
 
 def add_arguments(parser) -> None:
     parser.add_argument("--sparse", choices=SPARSE, default="auto", help="of flash_dmattn (default: %(default)s)")
-    parser.add_argument("--seqlen", type=int, help="replaces the workloads by one top-w mask: its number of keys")
+    parser.add_argument("--seqlen", type=int, help="replaces the workloads by one top-k mask: its number of keys")
     parser.add_argument(
         "--window", type=int, default=2048, help="with --seqlen: visible keys per row (default: %(default)s)"
     )
@@ -174,7 +174,7 @@ def add_arguments(parser) -> None:
 def choose(options, problems: list[Problem]) -> list[Problem]:
     if options.seqlen is None:
         return problems
-    return [mask_of("top-w mask", options.seqlen, options.window, *options.heads, options.head_dim)]
+    return [mask_of("top-k mask", options.seqlen, options.window, *options.heads, options.head_dim)]
 
 
 SUITES = {
@@ -183,7 +183,7 @@ SUITES = {
         __doc__,
         WORKLOADS,
         measure,
-        (OURS, OURS_TOP_W, OURS_TILES, *PEERS),
+        (OURS, OURS_TOP_K, OURS_TILES, *PEERS),
         DEMANDS,
         has_backends=True,
         arguments=add_arguments,

@@ -19,7 +19,7 @@ import peers  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
 from frame import Setting, failures  # noqa: E402
-from problem import indexed, make_inputs, top_w  # noqa: E402
+from problem import indexed, make_inputs, top_k  # noqa: E402
 from rows import Row  # noqa: E402
 from suites import calls, dense, memory, relative, serving, small, sparse, triangle  # noqa: E402
 
@@ -71,13 +71,13 @@ def test_long_context(tmp_path):
     sizes = ("--seqlen=300", "--window=16", "--dtype=float32", "--implementation=flash_dmattn")
     found = measured(tmp_path, "sparse", *sizes, "--samples=1", "--sparse=lists")
     assert [row.direction for row in found] == ["topk", "key lists", FORWARD, BACKWARD]
-    assert all(row.seconds > 0 and row.workload == "top-w mask, B1 H8/2 S300 D64 w16" for row in found)
+    assert all(row.seconds > 0 and row.workload == "top-k mask, B1 H8/2 S300 D64 w16" for row in found)
 
 
 def test_sparse_performance(tmp_path):
     found = measured(tmp_path, "sparse", "--shrink=32", "--samples=1", "--threads=1")
     taken = {(row.direction, row.implementation): row.seconds for row in found}
-    names = (OURS, TILES, sparse.OURS_TOP_W)
+    names = (OURS, TILES, sparse.OURS_TOP_K)
     both = {(direction, name) for direction in (FORWARD, BACKWARD) for name in names}
     assert taken.keys() == {("topk", OURS), ("key lists", OURS)} | both
     assert all(seconds > 0 for seconds in taken.values())
@@ -98,7 +98,7 @@ def test_indices_name_what_the_last_row_of_each_tile_sees(tile_rows):
 def test_cudnn_attends_to_all_keys(monkeypatch):
     monkeypatch.setattr(peers, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     for lengths in ({}, {"seqlen_q": 1}):
-        inputs = make_inputs(top_w("", 40, 8, 4, 2, 16, **lengths), torch.float32, "cpu", seed=0)
+        inputs = make_inputs(top_k("", 40, 8, 4, 2, 16, **lengths), torch.float32, "cpu", seed=0)
         everything = REFERENCE(inputs.query, inputs.key, inputs.value, is_causal=True)
         torch.testing.assert_close(peers.cudnn(inputs).forward(), everything, rtol=1e-4, atol=1e-5)
     first = REFERENCE(inputs.query, inputs.key[:, :8], inputs.value[:, :8])

@@ -267,7 +267,7 @@ def test_the_limit_counts_what_is_visible():
 
 def test_the_limit_counts_intervals_as_it_counts_scores():
     for lengths in ({}, {"seqlen_q": 1}, {"seqlen_q": 150, "bias": "B H 1 Sk"}):
-        problem = problems.top_w("", 100, 8, 4, 2, 32, **lengths)
+        problem = problems.top_k("", 100, 8, 4, 2, 32, **lengths)
         inputs = problems.make_inputs(problem, torch.float32, "cpu", seed=0)
         dense_mask = replace(inputs, mask=inputs.bool_mask())
         assert torch.equal(limit.rows_that_see(inputs), limit.rows_that_see(dense_mask))
@@ -433,7 +433,7 @@ def test_the_picture_of_what_was_measured(tmp_path, capsys):
     paths = [tmp_path / f"{name}.json" for name in ("dense", "sparse", "decode")]
     both = ["--dtype=float32", "--workload=random", "--direction=backward"]
     assert run.main(["dense", *small, *both, f"--json={paths[0]}"]) == 0
-    assert run.main(["sparse", *small, "--workload=top-w", f"--json={paths[1]}"]) == 0
+    assert run.main(["sparse", *small, "--workload=top-k", f"--json={paths[1]}"]) == 0
     assert run.main(["decode", *small, "--workload=B1", f"--json={paths[2]}"]) == 0
     for path in (tmp_path / "figures.svg", tmp_path / "figures.png", tmp_path / "again.svg"):
         assert run.main(["draw", *map(str, paths), f"--to={path}"]) == 0
@@ -470,7 +470,7 @@ def test_the_picture_of_a_model(tmp_path):
     [
         ("train", "Doge, 4 layers, B2 S8192 w1024", "Training step, Doge, 8,192 tokens"),
         ("train", "T5", "Training step, T5"),
-        ("sparse", "top-w mask, B1 H32/8 S32768 D128 w2048", "Sparse attention, 2,048 keys per row, 32,768 tokens"),
+        ("sparse", "top-k mask, B1 H32/8 S32768 D128 w2048", "Sparse attention, 2,048 keys per row, 32,768 tokens"),
         ("dense", "dense bias [B,H,S,S], B2 H16 S4096 D128", "Attention, dense bias, 4,096 tokens"),
         ("decode", "B8 H32/8 Sk131072 D128 w2048", "Decoding step, 131,072 keys"),
     ],

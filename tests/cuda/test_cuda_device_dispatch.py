@@ -21,7 +21,7 @@ def rand(*shape, visible):
     return torch.rand(*shape, device="cuda") < visible
 
 
-def top_w(heads=2, batches=1):
+def top_k(heads=2, batches=1):
     bias = randn(batches, heads, 1, KEYS)
     return create_mask(bias, causal(), batches, ROWS, KEYS, 300, torch.finfo(bias.dtype).min)
 
@@ -38,7 +38,7 @@ def blocks():
 
 
 SHORT = {
-    "causal top-w": (top_w, True),
+    "causal top-k": (top_k, True),
     "for each query head": (lambda: some_columns(1, 4), False),
     "one for all": (lambda: some_columns(1, 1), True),
     "of each batch element": (lambda: some_columns(2, 2), False),
@@ -111,7 +111,7 @@ def test_more_rows_than_keys(visible, is_causal):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+@pytest.mark.parametrize("case", ["causal top-k", "half of all pairs"])
 def test_a_cache_that_is_filled_in_part(case):
     mask, lengths = MASKS[case][0](), torch.tensor([KEYS, 900], dtype=torch.int32, device="cuda")
     query, key, value = on_gpu(2, ROWS, KEYS, 4, 2, 64)
@@ -131,7 +131,7 @@ def test_empty_batches_and_rows(batch, heads):
     assert flash_dmattn_func(query, key, value, mask).shape == query.shape
 
 
-@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+@pytest.mark.parametrize("case", ["causal top-k", "half of all pairs"])
 def test_a_deterministic_gradient_of_a_relative_bias(case):
     """Each launch has exact sums of its own; the one that was not selected must not write its zeros."""
     make, is_causal = MASKS[case]
@@ -153,7 +153,7 @@ def test_a_deterministic_gradient_of_a_relative_bias(case):
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
-@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+@pytest.mark.parametrize("case", ["causal top-k", "half of all pairs"])
 def test_unwritten_memory_is_not_read(case):
     make, is_causal = MASKS[case]
     check(on_gpu(2, ROWS, KEYS, 4, 2, 64), make(), randn(1, 2, 1, KEYS), is_causal=is_causal)
@@ -165,7 +165,7 @@ def attend_and_differentiate(tensors, mask, bias, dout):
     return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 
-@pytest.mark.parametrize("case", ["causal top-w", "half of all pairs"])
+@pytest.mark.parametrize("case", ["causal top-k", "half of all pairs"])
 def test_the_host_does_not_wait(case):
     """The replay of a CUDA graph dispatches on the contents of the mask at replay."""
     tensors, mask, bias = on_gpu(2, ROWS, KEYS, 4, 2, 64), MASKS[case][0](), randn(1, 2, 1, KEYS)
@@ -183,7 +183,7 @@ def test_the_host_does_not_wait(case):
     graph.replay()
     for ours, alone in zip(captured, first):
         torch.testing.assert_close(ours, alone, rtol=2e-2, atol=2e-2)
-    other = MASKS["half of all pairs" if case == "causal top-w" else "causal top-w"][0]()
+    other = MASKS["half of all pairs" if case == "causal top-k" else "causal top-k"][0]()
     expected = attend_and_differentiate(tensors, other, bias, dout)
     mask.copy_(other)
     graph.replay()
@@ -195,10 +195,10 @@ def test_operator():
     # The capacity beyond the lists is not written, so outputs cannot be compared.
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
     for percent in (0, 37, 100):
-        torch.library.opcheck(ops.pack_and_list_mask, (top_w(), ROWS, KEYS, True, percent), test_utils=parts)
+        torch.library.opcheck(ops.pack_and_list_mask, (top_k(), ROWS, KEYS, True, percent), test_utils=parts)
     query, key, value = on_gpu(2, ROWS, KEYS, 4, 2, 64)
     options = (*(None,) * 5, 0.3, 0.0, True, False)
-    arguments = (query.requires_grad_(), key, value, None, None, *list_mask(top_w(), True), *options)
+    arguments = (query.requires_grad_(), key, value, None, None, *list_mask(top_k(), True), *options)
     torch.library.opcheck(ops.attention_forward, arguments, atol=1e-2, rtol=1e-1)
 
 
@@ -213,7 +213,7 @@ def test_percent_bounds_the_length_of_lists():
 
 def test_mask_and_lists_are_accepted_only_together():
     query, key, value = on_gpu(1, ROWS, KEYS, 4, 2, 64)
-    masks, options = list_mask(top_w(), True), (*(None,) * 5, 0.3, 0.0, True, False)
+    masks, options = list_mask(top_k(), True), (*(None,) * 5, 0.3, 0.0, True, False)
     message = "mask and kv_indices are given together as pack_and_list_mask returned them, .* without a dense attn_bias"
     for bias, given in ((randn(1, 2, ROWS, KEYS), masks), (None, masks._replace(kv_row_bits=None))):
         with pytest.raises(ValueError, match=message):
@@ -228,7 +228,7 @@ def test_masks_without_rows_of_their_own_are_refused(shape):
 
 
 def test_compile_fullgraph():
-    tensors, mask, bias = on_gpu(2, ROWS, KEYS, 4, 2, 64), top_w(), randn(1, 2, 1, KEYS)
+    tensors, mask, bias = on_gpu(2, ROWS, KEYS, 4, 2, 64), top_k(), randn(1, 2, 1, KEYS)
 
     def layer(query, key, value, mask, bias):
         return flash_dmattn_func(query * 2, key, value, mask, bias.exp(), is_causal=True).sin()
@@ -257,7 +257,7 @@ def made_of(mask, monkeypatch, **options):
 
 
 def test_masks_that_the_device_inspects(monkeypatch):
-    mask = top_w()
+    mask = top_k()
     assert made_of(mask, monkeypatch) == ["pack_and_list_mask"]
     assert made_of(mask, monkeypatch, attn_bias=randn(1, 2, 1, KEYS)) == ["pack_and_list_mask"]
     for options in ({"sparse": "tiles"}, {"deterministic": True}, {"attn_bias": randn(1, 2, ROWS, KEYS)}):

@@ -144,7 +144,7 @@ def mask_with_dense_rows(begin, end):
 CHOICES = {
     "a short window": (lambda: KeyIntervalMask.sliding_window(1024, 1024, 64), False, True),
     "short lists without a bound": (lambda: KeyIntervalMask.documents(ids=torch.arange(1024) // 99), False, True),
-    "top-w of half the keys": (lambda: KeyIntervalMask.topk(torch.randn(1, 1, 1, 1024), 512), True, False),
+    "top-k of half the keys": (lambda: KeyIntervalMask.topk(torch.randn(1, 1, 1, 1024), 512), True, False),
     "causal": (lambda: KeyIntervalMask.causal(1024, 1024), True, False),
     "a sparse bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.002), False, True),
     "a dense bool mask": (lambda: rand_mask(1, 1, 1024, 1024, visible=0.1), False, False),

@@ -28,7 +28,7 @@ def test_parallel_performance(two, tmp_path):
     rows: dict = {}
     for row in json.loads(path.read_text())["rows"]:
         rows.setdefault((row["workload"].partition(",")[0], row["implementation"]), {})[row["direction"]] = row
-    window, dense, both = "top-w mask", "dense causal", "forward + backward"
+    window, dense, both = "top-k mask", "dense causal", "forward + backward"
     for key, by_direction in rows.items():
         if key != (dense, "PyTorch's ring attention"):  # for CUDA
             assert 0 < by_direction["forward"]["seconds"] < by_direction[both]["seconds"], key

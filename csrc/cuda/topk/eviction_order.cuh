@@ -1,4 +1,4 @@
-// When each key is evicted from the top-w window, for the keys of one CTA in shared memory.
+// When each key is evicted from the top-k window, for the keys of one CTA in shared memory.
 //
 // Sort the keys of a sequence ascending by (bias, position). When key w + t arrives (eviction time t = 0, 1, ..), the
 // smallest key in the window is evicted, so each time evicts exactly one key (w further times, which never happen, take

@@ -83,7 +83,11 @@ FIXED = {
     "a key twice": (as_list(1, 4, 4), ValueError, UNSORTED.format(4, 2)),
     "lengths of 64 bits": ({"seqused_k": torch.full((4,), 7)}, TypeError, "cache_seqlens must be int32"),
     "lengths of 3 batch elements": ({"seqused_k": ints(3)}, ValueError, "cache_seqlens must have query's batch size 4"),
-    "lengths beyond the keys": ({"seqused_k": ints(4) + 8}, ValueError, "cache_seqlens must be from 0 to 7, the keys"),
+    "lengths beyond the keys": (
+        {"seqused_k": ints(4) + 8},
+        ValueError,
+        "cache_seqlens must be from 0 to 7, the number of keys",
+    ),
 }
 
 CU_Q, CU_K = ints(5) + torch.arange(5).int() * ROWS, ints(5) + torch.arange(5).int() * KEYS

@@ -198,7 +198,7 @@ WRONG = {
     "beyond the end": (
         [0, 8, 4000],
         5000,
-        "must be non-decreasing from 0 to 20, the ((rows|keys) of|number of keys)|at least the longest sequence 3992, got 20",
+        "non-decreasing from 0 to 20, the ((rows|keys) of|number of keys)|at least the longest sequence 3992, got 20",
     ),
     "before the start": ([0, -500000, 20], 5000, "must be non-decreasing from 0"),
     "longer than max_seqlen": ([0, 18, 20], 15, "must be at least the longest sequence 18, got 15"),

@@ -130,8 +130,9 @@ class Inputs:
 
     def cu_seqlens(self) -> Tensor:
         """The boundaries of a packed call: of the batch elements, or of the documents of one."""
-        ends = torch.arange(1, self.problem.batch + 1, device=self.query.device) * self.problem.seqlen_q
-        if self.problem.intervals is not None:
+        if self.problem.intervals is None:
+            ends = torch.arange(1, self.problem.batch + 1, device=self.query.device) * self.problem.seqlen_q
+        else:
             assert self.problem.batch == 1, self.problem
             ends = self.mask.end.unique()
         return torch.cat([ends.new_zeros(1), ends]).int()

@@ -27,6 +27,19 @@ def takes_gpu_memory(gib):
     return mark
 
 
+def captured(call):
+    """Captures a call in a CUDA graph, after one on another stream. Returns the graph, and the result that each replay
+    overwrites."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
 def runs_hopper_kernels() -> bool:
     """Whether the kernels of csrc/cuda/sm90 were built and the current device runs them."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not ops.cuda_is_built():

@@ -50,6 +50,17 @@ public:
         return to;
     }
 
+    // Whether a bias of the keys [0, end) is NaN.
+    bool has_nan(int64_t end) {
+        int some = 0;
+        for (int64_t first = 0; first < end; first += kChunk) {
+            const int64_t count = std::min(end - first, kChunk);
+            const acc_t* x = load(first, count);
+            for (int64_t j = 0; j < count; ++j) some |= x[j] != x[j];
+        }
+        return some != 0;
+    }
+
 private:
     const acc_t* convert(int64_t first, int64_t count) {
         const int64_t at = at_ + first * bias_.col_stride;
@@ -95,7 +106,7 @@ public:
         const int64_t first_later = std::max<int64_t>(lead_ + 1, 0);  // the first key that row 0 does not see
         best_.clear();
         partly_seen_.clear();
-        if (p_.window == 0) return !has_nan(used);
+        if (p_.window == 0) return !biases_.has_nan(used);
         if (!find_best(first_later) || !add_later(first_later, used)) return false;
         for (const auto& ranked : best_) list(ranked.key, p_.rows);
         return true;
@@ -143,17 +154,6 @@ private:
         }
         keep_best();
         return true;
-    }
-
-    // Whether a bias of the keys [0, end) is NaN.
-    bool has_nan(int64_t end) {
-        int some = 0;
-        for (int64_t first = 0; first < end; first += kChunk) {
-            const int64_t count = std::min(end - first, kChunk);
-            const acc_t* x = biases_.load(first, count);
-            for (int64_t j = 0; j < count; ++j) some |= x[j] != x[j];
-        }
-        return some != 0;
     }
 
     // NaN is better than any threshold.
@@ -266,17 +266,11 @@ bool has_order(const SelectParams& p) {
     const int64_t grain = std::max<int64_t>(kSerialBiases / std::max<int64_t>(p.keys, 1), 1);
     at::parallel_for(0, p.batches * p.bias.heads, grain, [&](int64_t begin, int64_t end) {
         BiasChunks<acc_t> biases(p);
-        int some_nan = 0;
         for (int64_t list = begin; list < end; ++list) {
-            const int64_t batch = list / p.bias.heads, used = used_keys(p, batch);
+            const int64_t batch = list / p.bias.heads;
             biases.select(batch, list % p.bias.heads);
-            for (int64_t first = 0; first < used; first += kChunk) {
-                const int64_t count = std::min(used - first, kChunk);
-                const acc_t* x = biases.load(first, count);
-                for (int64_t j = 0; j < count; ++j) some_nan |= x[j] != x[j];
-            }
+            if (biases.has_nan(used_keys(p, batch))) any_nan = true;
         }
-        if (some_nan != 0) any_nan = true;
     });
     return !any_nan;
 }

@@ -17,6 +17,17 @@ def bias_of(pairs, batch, heads, rows, keys, dtype=torch.bfloat16):
     return None if pairs == "none" else randn(batch, heads, 1 if pairs == "key" else rows, keys, dtype=dtype)
 
 
+def biases_of(pairs, heads, rows, keys):
+    """attn_bias and relative_bias, for one batch element."""
+    if pairs == "relative":
+        return None, torch.randn(1, heads, 2 * 40 + 1, device="cuda")
+    return bias_of(pairs, 1, heads, rows, keys), None
+
+
+def sms():
+    return torch.cuda.get_device_properties(0).multi_processor_count
+
+
 def names_of(call, of_kernels=True):
     """The names of the kernels that a call launches, joined. of_kernels=False: of its memsets, too."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

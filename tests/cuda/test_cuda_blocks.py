@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from generate_kernels import HEAD_DIMS
-from gpu_inputs import NEEDS_CUDA, mask_of, on_gpu, randn, takes_gpu_memory
+from gpu_inputs import NEEDS_CUDA, captured, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check
 
 import flash_dmattn
@@ -108,17 +108,11 @@ def test_graph_capture_and_replay(batch, head_dim, bias):
         out = flash_dmattn_func(*leaves[:3], mask, is_causal=mask is not None, deterministic=True, **biases)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     for tensor in leaves:
         tensor.data.copy_(torch.randn_like(tensor))
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, step()))
 
 
 def test_compile_fullgraph():

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
+from gpu_inputs import CAUSAL, captured, intervals, mask_of, on_gpu, randn
 from helpers import check
 from sequences import slices
-from sm90 import bias_of, is_tall, offsets, result_and_names
+from sm90 import biases_of, is_tall, offsets, result_and_names, sms
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 
@@ -17,14 +17,7 @@ HEAD_DIMS = pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 
 def many_heads():
     """So many that 512 rows have four m_blocks of 128 rows for each SM."""
-    return torch.cuda.get_device_properties(0).multi_processor_count // 2 * 2 + 2
-
-
-def biases_of(pairs, heads, rows, keys):
-    """attn_bias and relative_bias."""
-    if pairs == "relative":
-        return None, torch.randn(1, heads, 2 * 30 + 1, device="cuda")
-    return bias_of(pairs, 1, heads, rows, keys), None
+    return sms() // 2 * 2 + 2
 
 
 def scheduled(call):
@@ -102,13 +95,7 @@ def test_the_counter_restarts_at_every_replay():
         return flash_dmattn_func(*tensors, is_causal=True)
 
     expected = attend()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        attend()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = captured(attend)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()

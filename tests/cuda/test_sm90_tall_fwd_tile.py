@@ -5,7 +5,7 @@ import torch
 from gpu_inputs import CAUSAL, mask_of, on_gpu, randn, takes_gpu_memory
 from helpers import check
 from sequences import slices
-from sm90 import bias_of, check_masked_parts, is_tall, names_of, offsets, result_and_names
+from sm90 import biases_of, check_masked_parts, is_tall, names_of, offsets, result_and_names, sms
 
 from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, flash_dmattn_with_kvcache
 
@@ -17,17 +17,6 @@ KERNELS = pytest.mark.parametrize(
     [(head_dim, pairs) for head_dim in (24, 32, 64) for pairs in ("none", "key", "dense", "relative")]
     + [(104, "none"), (128, "none")],
 )
-
-
-def sms():
-    return torch.cuda.get_device_properties(0).multi_processor_count
-
-
-def biases_of(pairs, heads, rows, keys):
-    """attn_bias and relative_bias."""
-    if pairs == "relative":
-        return None, torch.randn(1, heads, 2 * 40 + 1, device="cuda")
-    return bias_of(pairs, 1, heads, rows, keys), None
 
 
 def check_tall(tensors, mask=None, bias=None, **options):

@@ -9,6 +9,14 @@
 
 namespace flash_dmattn::cuda {
 
+// Rows and keys of a sequence; of packed sequences on average, rounded up.
+constexpr int64_t mean_seqlen_q(const AttentionParams& p) {
+    return p.cu_seqlens_q == nullptr ? p.seqlen_q : ceil_div(p.total_q, p.batch);
+}
+constexpr int64_t mean_seqlen_k(const AttentionParams& p) {
+    return p.cu_seqlens_k == nullptr ? p.seqlen_k : ceil_div(p.total_k, p.batch);
+}
+
 // The number of a sequence's first block of `size` rows or keys; cu_seqlen: where the sequence begins. No prefix sum is
 // needed; between two sequences at most one number is unused.
 template <typename Index>

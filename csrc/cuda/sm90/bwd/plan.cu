@@ -160,7 +160,7 @@ bool should_use_tall_tile(const BwdParams& p, int head_dim) {
     if (p.bias.kind == BiasKind::kDense || p.relative_bias.present()) return false;
     constexpr double kTimeOfRow = 0.95;  // of that with the other tile, as measured on an H200
     const auto [default_rows, keys] = bwd_tile_sizes(head_dim);
-    const int64_t length = p.cu_seqlens_q == nullptr ? p.seqlen_q : ceil_div(p.total_q, p.batch);
+    const int64_t length = mean_seqlen_q(p);
     const auto rows_of_n_block = [&, keys = keys](int rows) {  // on average
         const int64_t all = ceil_div<int64_t>(length, rows) * rows;
         return static_cast<double>(p.is_causal ? all - length / 2 + (rows - std::gcd(rows, keys)) / 2 : all);

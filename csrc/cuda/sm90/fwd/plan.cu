@@ -37,9 +37,9 @@ bool supports_lists(const FwdParams& p) {
 
 bool is_pair_bias(const FwdParams& p) { return is_pair_bias_problem(p) && p.seqlen_k <= pair_bias_fwd_max_seqlen_k(p); }
 
-int64_t kv_head_bytes(const FwdArgs& p) {  // of packed sequences on average
-    const int64_t keys = p.cu_seqlens_k == nullptr ? p.seqlen_k : ceil_div(p.total_k, p.batch);
-    return std::max<int64_t>(2 * keys * p.head_dim * kElementBytes, 1);
+// At least 1, also without keys.
+int64_t kv_head_bytes(const FwdArgs& p) {
+    return std::max<int64_t>(2 * mean_seqlen_k(p) * p.head_dim * kElementBytes, 1);
 }
 
 // Whether it is no slower if the CTAs in progress read all K and V: these take at most twice the L2 cache. The CTAs of
@@ -56,10 +56,11 @@ int64_t pairs_in_cache(const FwdArgs& p, int64_t pairs) {
     return swizzle;
 }
 
+// Whether m_blocks differ by causality alone, as far as the host knows.
+bool is_even(const FwdParams& p) { return p.cu_seqlens_q == nullptr && !mask_differs_by_row(p); }
+
 // Whether all work tiles take the same time, as far as the host knows.
-bool is_uniform(const FwdParams& p, bool gathers) {
-    return gathers || (!p.is_causal && p.cu_seqlens_q == nullptr && !mask_differs_by_row(p));
-}
+bool is_uniform(const FwdParams& p, bool gathers) { return gathers || (!p.is_causal && is_even(p)); }
 
 // Whether a counter assigns the work tiles: each SM has several, and their lengths differ. The kernel that summarizes
 // intervals zeros the counter of its calls.
@@ -134,12 +135,12 @@ FwdGrid plan_grid(const FwdArgs& p, int rows, int qheads_per_tile, bool gathers)
     scheduler.qheads_per_tile = qheads_per_tile;
     scheduler.batch_first = !scheduler.packs_m_blocks && orders_batch_first(p);
     scheduler.inner = FastDivmod(scheduler.batch_first ? p.batch : heads);
-    const bool even = p.cu_seqlens_q == nullptr && !mask_differs_by_row(p), uniform = is_uniform(p, gathers);
+    const bool uniform = is_uniform(p, gathers);
     constexpr unsigned kShort = 2048;
     // A persistent CTA loads the next Q during its epilogue. A static schedule fixes its work tiles in advance: it is
     // used only if they are equally long, or short, or if their lengths change evenly from the first to the last.
     const bool is_dynamic = !gathers && p.tile_count_semaphore != nullptr;
-    const bool changes_evenly = !uniform && !is_dynamic && (p.seqlen_q <= kShort || (even && is_near_cache(p)));
+    const bool changes_evenly = !uniform && !is_dynamic && (p.seqlen_q <= kShort || (is_even(p) && is_near_cache(p)));
     const bool is_persistent = uniform || is_dynamic || changes_evenly;
     int64_t swizzle = scheduler.batch_first ? p.batch : 1;
     if (scheduler.packs_m_blocks || p.interval_summaries.present() || changes_evenly) {

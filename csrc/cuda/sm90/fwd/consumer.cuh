@@ -41,6 +41,7 @@ public:
 
 private:
     static constexpr int kKeys = Traits::kKeys, kWords = SharedStorage::kWords, kHeadDim = Traits::kHeadDim;
+    static constexpr BlockOrder kOrder = Traits::kOrder;
     static constexpr int kScoreFragments = kKeys / 8, kOutFragments = kHeadDim / 8;
     static constexpr int kBiasTiles = kKeys / SharedStorage::kBiasKeys;  // stages of a dense bias for an n_block
     using QueryTile = typename SharedStorage::QueryTile;
@@ -69,11 +70,10 @@ private:
 
     __device__ __forceinline__ void mainloop() {
         clear(out_);
-        if (Traits::kGathers) n_blocks_left_ = work_tile().num_n_blocks + 1;
-        is_last_ = false;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             row_end_[h] = row(h) < work_tile().s.rows ? work_tile().s.keys_of(row(h), p_.is_causal) : 0;
+        const int num_skipped = begin_blocks();
         softmax_ = FwdSoftmax<T>(row_end_);
         if constexpr (is_relative(kBias))
             relative_bias_lane_ = RelativeBiasLane(p_.relative_bias, work_tile().first_row, tile_row(), 0);
@@ -82,6 +82,7 @@ private:
 
         Scores scores;
         Probs probs;
+        if (kOrder == BlockOrder::kDescending) skip_blocks(num_skipped);
         if (wait_for_keys()) {
             if (Traits::kGathers) fence_proxy_async();  // cp.async writes K through the generic proxy
             if constexpr (kBias == BiasKind::kRelative) next_shared_end_ = metadata().shared_end;
@@ -107,6 +108,43 @@ private:
             finish_pv();
         } else {
             query_pipeline_.consumer_release();  // otherwise after the last scores
+        }
+        if (kOrder == BlockOrder::kAscending) skip_blocks(num_skipped);
+    }
+
+    // Returns the number of n_blocks to skip: those beyond the keys that the warpgroup's rows see.
+    __device__ __forceinline__ int begin_blocks() {
+        if constexpr (!Traits::kCountsBlocks) {
+            is_last_ = false;
+            return 0;
+        } else {
+            const BlockRange blocks = work_tile().n_blocks;
+            const int total = max(blocks.end - blocks.begin, 0);
+            int count = total;
+            if constexpr (!Traits::kGathers) {
+                const int first_row = warpgroup_ * kWarpgroupRows;
+                const int end = work_tile().end_of_keys(first_row, first_row + kWarpgroupRows, p_.is_causal);
+                count = min(max(ceil_div(end, kKeys) - blocks.begin, 0), total);
+                n_block_ = blocks.begin + (kOrder == BlockOrder::kAscending ? -1 : count);
+                end_of_keys_ = work_tile().end_of_keys(0, Traits::kRows, p_.is_causal);
+                end_of_full_keys_ = __reduce_min_sync(~0u, min(row_end_[0], row_end_[1]));
+            }
+            n_blocks_left_ = count + 1;
+            return total - count;
+        }
+    }
+    // The other warpgroups need the K and V of these n_blocks: keeps the order of the warpgroups, and releases the stages.
+    __device__ __forceinline__ void skip_blocks(int count) {
+        if constexpr (Traits::kCountsBlocks && !Traits::kGathers) {
+            static_assert(kBias != BiasKind::kDense, "its stages are not released");
+            for (; count > 0; --count) {
+                key_pipeline_.consumer_wait();
+                warp_scheduler_barrier_sync();
+                warp_scheduler_barrier_arrive();
+                release_keys();
+                value_pipeline_.consumer_wait();
+                release_values();
+            }
         }
     }
 
@@ -175,7 +213,7 @@ private:
     __device__ __forceinline__ void load_metadata() {
         if constexpr (kBias == BiasKind::kRelative) next_shared_end_ = metadata().next_shared_end;
         if constexpr (!Traits::kGathers) {
-            is_full_ = metadata().full;
+            is_full_ = Traits::kCountsBlocks ? (n_block_ + 1) * kKeys <= end_of_full_keys_ : metadata().full;
             if constexpr (kBias == BiasKind::kKey) {
 #pragma unroll
                 for (int w = 0; w < kWords; ++w) is_full_ &= metadata().visible_keys[w] == ~0u;
@@ -208,8 +246,9 @@ private:
 
     // Returns whether the work tile has another n_block; its K is then in shared memory.
     __device__ __forceinline__ bool wait_for_keys() {
-        if constexpr (Traits::kGathers) {
+        if constexpr (Traits::kCountsBlocks) {
             if (--n_blocks_left_ == 0) return false;
+            n_block_ += kOrder == BlockOrder::kAscending ? 1 : -1;
             key_pipeline_.consumer_wait();
             return true;
         }
@@ -222,23 +261,33 @@ private:
         release_keys();
         return false;
     }
-    __device__ __forceinline__ bool is_last_block() const { return Traits::kGathers ? n_blocks_left_ == 1 : is_last_; }
+    __device__ __forceinline__ bool is_last_block() const {
+        return Traits::kCountsBlocks ? n_blocks_left_ == 1 : is_last_;
+    }
 
     // Zeros the values of keys that no row sees: they may be NaN, and 0 * NaN is NaN.
     __device__ __forceinline__ void wait_for_values() const {
         value_pipeline_.consumer_wait();
         if constexpr (Traits::kGathers) return fence_proxy_async();  // also covers the next K
         uint32_t all = ~0u;
+        if constexpr (SharedStorage::kHasVisibleKeys) {
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) all &= visible_keys_[w];
-        if (all == ~0u) return;
+            for (int w = 0; w < kWords; ++w) all &= visible_keys_[w];
+            if (all == ~0u) return;
+        } else if (end_of_values_ >= kKeys) {
+            return;
+        }
         auto& value = smem_.value[value_pipeline_.stage()];
         constexpr int kThreadsPerKey = kWarpgroupThreads / kKeys;
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads, key = thread / kThreadsPerKey;
-        uint32_t word = 0;
+        bool is_visible = key < end_of_values_;
+        if constexpr (SharedStorage::kHasVisibleKeys) {
+            uint32_t word = 0;
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) word |= visible_keys_[w] & (key / 32 == w ? ~0u : 0u);
-        if (!(word >> key % 32 & 1))
+            for (int w = 0; w < kWords; ++w) word |= visible_keys_[w] & (key / 32 == w ? ~0u : 0u);
+            is_visible = word >> key % 32 & 1;
+        }
+        if (!is_visible)
             for (int chunk = thread % kThreadsPerKey; chunk < kHeadDim / 8; chunk += kThreadsPerKey)
                 *reinterpret_cast<uint4*>(value.data + KvTile::offset(key, chunk)) = {};
         fence_proxy_async();
@@ -257,10 +306,12 @@ private:
     template <typename FinishOut>
     __device__ __forceinline__ void softmax(Scores& scores, Probs& probs, const FinishOut& finish_out) {
         apply_mask_and_bias(scores);
-        const int n_block = Traits::kGathers ? 0 : metadata().n_block;
-        if constexpr (!Traits::kGathers) {
+        const int n_block = kBias == BiasKind::kDense ? this->n_block() : 0;
+        if constexpr (SharedStorage::kHasVisibleKeys) {
 #pragma unroll
             for (int w = 0; w < kWords; ++w) visible_keys_[w] = metadata().visible_keys[w];
+        } else if constexpr (!Traits::kGathers) {
+            end_of_values_ = end_of_keys_ - n_block_ * kKeys;
         }
         release_keys();
         // A row maximum below this may come from scores that the dense bias masks.
@@ -325,10 +376,10 @@ private:
         for (int h = 0; h < 2; ++h) {
             const Words& words =
                 masked ? metadata().mask[tile_row() + h * 8 + fragment_row()] : metadata().visible_keys;
-            const int end = row_end_[h] - metadata().n_block * kKeys;
+            const int end = row_end_[h] - n_block() * kKeys;
 #pragma unroll
             for (int w = 0; w < kWords; ++w) {
-                visible[h][w] = words[w];
+                visible[h][w] = SharedStorage::kHasVisibleKeys ? words[w] : ~0u;
                 if (kBias == BiasKind::kKey) visible[h][w] &= metadata().visible_keys[w];
             }
             if (end >= kKeys) continue;
@@ -383,6 +434,7 @@ private:
     }
     __device__ FwdWorkTile& work_tile() const { return smem_.work_tile(work_tile_stage_); }
     __device__ const BlockMetadata& metadata() const { return smem_.metadata[key_pipeline_.stage()]; }
+    __device__ int n_block() const { return Traits::kCountsBlocks ? n_block_ : metadata().n_block; }
     // This warp's first row in the Q tile.
     __device__ int tile_row() const { return warpgroup_ * kWarpgroupRows + warp_row_; }
     // Row h of this lane's two, in the sequence.
@@ -401,10 +453,16 @@ private:
     Pipeline<Traits::kValueStages> value_pipeline_;
     Pipeline<Traits::kBiasStages> bias_pipeline_;
     int work_tile_stage_ = 0;
-    int n_blocks_left_;              // gathered keys: from this n_block on
-    bool is_last_;                   // else: whether this n_block is the work tile's last
-    int row_end_[2];                 // causality and lengths leave a row the keys [0, row_end)
-    uint32_t visible_keys_[kWords];  // of the n_block whose P V is next; not for gathered keys
+    int n_blocks_left_;  // kCountsBlocks: from this n_block on
+    bool is_last_;       // unless kCountsBlocks: whether this n_block is the work tile's last
+    // kCountsBlocks, except for gathered keys:
+    int n_block_ = 0;       // this n_block
+    int end_of_keys_;       // keys that some row of the work tile sees are below this
+    int end_of_full_keys_;  // all rows of this warp see the keys below this
+    int row_end_[2];        // causality and lengths leave a row the keys [0, row_end)
+    // Of the n_block whose P V is next, except for gathered keys: which of its keys some row sees.
+    uint32_t visible_keys_[kWords];  // kHasVisibleKeys
+    int end_of_values_;              // else: those below this
     bool has_unscaled_scores_;  // FwdSoftmaxParams::unscaled_scores, up to a key bias that is added to scaled scores
     bool is_full_;              // no score of the n_block is masked; not for gathered keys
     uint32_t masked_words_;     // gathered keys: words of 32 keys, one of which is masked for a row of this warp

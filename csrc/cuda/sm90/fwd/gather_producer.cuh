@@ -62,7 +62,7 @@ private:
         const KeyList list(p_, work_tile.s, head, work_tile.first_row);
         const int rows = kRows / scheduler_.qheads_per_tile;
         const int num_n_blocks = list.template count_n_blocks<kKeys>(p_, work_tile.s, work_tile.first_row + rows);
-        work_tile.num_n_blocks = num_n_blocks;
+        work_tile.n_blocks = {0, num_n_blocks};
         const T* keys = key_rows<const T>(p_.key, work_tile.s, head.kv_head);
         const T* values = key_rows<const T>(p_.value, work_tile.s, head.kv_head);
         const ListReader<T, kBias> reader(p_, work_tile.s, head, work_tile.first_row, list, rows);

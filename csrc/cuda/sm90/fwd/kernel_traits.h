@@ -1,6 +1,7 @@
 // Compile-time parameters of a forward kernel: its tiles, stages and registers.
 #pragma once
 
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "cuda/softmax/relative_bias_segment.cuh"
 #include "cuda/sm90/tile_sizes.h"
 
@@ -35,6 +36,13 @@ struct FwdKernelTraits {
     static constexpr bool kGathers = false;
     static constexpr bool kServesMasks = !kTall || tall_fwd_tile_serves_masks(kBias);
     static constexpr bool kServesRowMasks = !kTall;  // masks that differ by row
+    // Whether the consumers count the n_blocks of a work tile: a range, or those of a key list. In kernels that serve
+    // masks the producer may skip some of a range, and writes beside each K stage which n_block it holds.
+    static constexpr bool kCountsBlocks = !kServesMasks;
+    // A relative bias often favors near keys: under causality the last n_blocks then have the row maxima, and the
+    // softmax that begins with them keeps its base.
+    static constexpr BlockOrder kOrder =
+        kBias == BiasKind::kRelative ? BlockOrder::kDescending : BlockOrder::kAscending;
 };
 
 // Gathered keys: an m_block has the rows of a key list. Head dimensions 64 and 128 have another stage of V, 128 instead
@@ -44,7 +52,7 @@ struct FwdGatherKernelTraits : FwdKernelTraits<kHeadDim, BiasKind::kNone> {
     static constexpr FwdTileSizes kSizes = gathered_fwd_tile_sizes(kHeadDim);
     static constexpr int kKeyStages = kSizes.key_stages;
     static constexpr int kValueStages = kSizes.value_stages;
-    static constexpr bool kGathers = true;
+    static constexpr bool kGathers = true, kCountsBlocks = true;
 };
 
 }  // namespace flash_dmattn::cuda::sm90

@@ -70,23 +70,34 @@ bool should_schedule_dynamically(const FwdParams& p) {
     return total_m_blocks(p, kRows) * p.heads >= kMinRounds * current_device().num_sms;
 }
 
-// Query rows that the busiest SM processes, in rows that see all keys, with m_blocks of `rows` rows.
-double rows_of_busiest_sm(const FwdArgs& p, int rows) {
-    // The last m_block of a packed sequence is half full on average.
+// Query rows that the busiest SM processes, in rows that see all keys, with m_blocks of `rows` rows. skipped: the cost of
+// the rows of a warpgroup that skips an n_block, relative to those of one that does not; 1 if none skips.
+double rows_of_busiest_sm(const FwdArgs& p, int rows, double skipped) {
+    constexpr int kWarpgroupRows = 64;
+    const auto cost = [&](double of_m_block, double of_warpgroups) {
+        return skipped * of_m_block + (1 - skipped) * of_warpgroups;
+    };
+    const auto round_up = [&](int unit) { return static_cast<double>(ceil_div<int64_t>(p.seqlen_q, unit) * unit); };
     const bool has_lengths = p.cu_seqlens_q != nullptr && p.total_q < p.batch * p.seqlen_q;
-    const double total = has_lengths ? static_cast<double>(p.total_q) / rows + static_cast<double>(p.batch) / 2
-                                     : static_cast<double>(ceil_div<int64_t>(p.seqlen_q, rows) * p.batch);
-    const double m_blocks = total * static_cast<double>(p.heads) / current_device().num_sms;
-    if (is_uniform(p, false)) return std::ceil(m_blocks) * rows;
+    // The last m_block of a packed sequence is half full on average.
+    const double all_rows = has_lengths ? p.total_q + p.batch * cost(rows, kWarpgroupRows) / 2
+                                        : p.batch * cost(round_up(rows), round_up(kWarpgroupRows));
+    const double rows_of_sm = all_rows * static_cast<double>(p.heads) / current_device().num_sms;
+    if (is_uniform(p, false)) {
+        const double m_blocks =
+            p.batch * round_up(rows) / rows * static_cast<double>(p.heads) / current_device().num_sms;
+        return std::ceil(m_blocks) * rows_of_sm / m_blocks;
+    }
     const auto mean = [&](bool is_packed, int64_t total, int64_t fixed) {
         return is_packed ? static_cast<double>(total) / p.batch : static_cast<double>(fixed);
     };
     const double queries = mean(p.cu_seqlens_q != nullptr, p.total_q, p.seqlen_q);
     const double keys = mean(p.cu_seqlens_k != nullptr, p.total_k, p.seqlen_k);
     // The part of the keys that m_block 0 sees.
-    const double keys_of_first = p.is_causal ? std::clamp((keys - queries + rows) / keys, 0., 1.) : 1;
+    const double first_keys = keys - queries + cost(rows, (rows + kWarpgroupRows) / 2.);
+    const double part_of_first = p.is_causal ? std::clamp(first_keys / keys, 0., 1.) : 1;
     // Longest first: the SMs differ by about half an m_block, and one has an m_block that sees all keys.
-    return std::max<double>(rows, m_blocks * rows * (keys_of_first + 1) / 2 + rows / 2);
+    return std::max<double>(rows, rows_of_sm * (part_of_first + 1) / 2 + rows / 2);
 }
 
 }  // namespace
@@ -99,7 +110,8 @@ bool should_use_tall_tile(const FwdArgs& p, int head_dim, int rows, int tall_row
     // Relative to the other tile, as measured on an H200: 0.88 to 0.91 at head dimension 128, 0.74 to 0.88 below, where
     // short packed sequences gain most.
     const double time_per_row = head_dim == 128 ? 0.885 : 0.8;
-    return rows_of_busiest_sm(p, tall_rows) * time_per_row < rows_of_busiest_sm(p, rows);
+    const double skipped = tall_fwd_tile_serves_masks(p.bias.kind) ? 1 : 0.3;
+    return rows_of_busiest_sm(p, tall_rows, skipped) * time_per_row < rows_of_busiest_sm(p, rows, 1);
 }
 
 bool should_use_fwd(const FwdParams& params) {

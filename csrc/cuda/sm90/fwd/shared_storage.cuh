@@ -51,6 +51,8 @@ template <typename T, BiasKind kBias, typename Traits>
 struct FwdSharedStorage {
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = kKeys / 32;
     static constexpr int kBiasKeys = 64;  // keys of a dense bias tile
+    // Whether the metadata says which keys are visible. Otherwise they are those below a bound, or gathered.
+    static constexpr bool kHasVisibleKeys = !Traits::kCountsBlocks || (kBias == BiasKind::kKey && !Traits::kGathers);
     // One more than Q: the epilogue reads its work tile while the producer loads the next Q.
     static constexpr int kWorkTileStages = Traits::kQueryStages + 1;
 
@@ -64,13 +66,14 @@ struct FwdSharedStorage {
     struct BlockMetadata {
         static constexpr int kNoBlock = -1;  // n_block: the work tile has no active n_block
 
-        int n_block;      // not for gathered keys
-        bool full;        // mask, causality and lengths mask no score; not for gathered keys
-        bool is_last;     // the work tile's last n_block; not for gathered keys
+        // The next three: unless kCountsBlocks.
+        int n_block;
+        bool full;     // mask, causality and lengths mask no score
+        bool is_last;  // the work tile's last n_block
         // A relative bias of one dimension, of this n_block and the work tile's next one: -1 or 1 if all scores share the
         // segment's first entry, the low or the high end of the table; else 0.
         int8_t shared_end, next_shared_end;
-        // Keys that some row sees and that no key bias masks; not for gathered keys.
+        // Keys that some row sees and that no key bias masks; if kHasVisibleKeys.
         alignas(16) uint32_t visible_keys[kWords];
         // Masks that differ by row, unless full: [row][word], the keys that a row sees. Gathered keys: [word][key], the
         // rows that see a key.

@@ -16,6 +16,7 @@
 #include "cuda/arch/pipeline.cuh"
 #include "cuda/common/packed_blocks.cuh"
 #include "cuda/common/sequence.cuh"
+#include "cuda/mask/block_mask_iterator.cuh"
 #include "plan.h"
 
 namespace flash_dmattn::cuda::sm90 {
@@ -25,8 +26,8 @@ class FwdWorkTile {
 public:
     Sequence s;
     int head;
-    int first_row;         // in the sequence
-    int num_n_blocks = 0;  // gathered keys: of the key list
+    int first_row;          // in the sequence
+    BlockRange n_blocks{};  // that the producer loads; only if the consumers count them
 
     __device__ FwdWorkTile(const FwdArgs& p, const FwdTileSchedulerParams& scheduler, unsigned index, int rows) {
         FlatIndex rest(index);
@@ -42,6 +43,11 @@ public:
     }
     // Whether the m_block lies beyond the rows of its sequence.
     __device__ bool is_empty() const { return first_row >= s.rows; }
+    // The keys that some of the m_block's rows [begin, end) see are below this, but for a mask.
+    __device__ __forceinline__ int end_of_keys(int begin, int end, bool is_causal) const {
+        const int end_row = min(first_row + end, s.rows);
+        return first_row + begin < end_row ? s.keys_of(end_row - 1, is_causal) : 0;
+    }
 
     // The producer passes an invalid work tile to the consumers after its last one.
     __device__ bool is_valid() const { return head != kInvalidHead; }

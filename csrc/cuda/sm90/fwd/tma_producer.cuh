@@ -24,10 +24,7 @@ public:
 
 protected:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = SharedStorage::kWords;
-    // A relative bias often favors near keys: under causality the last blocks then have the row maxima, and the softmax
-    // that begins with them keeps its base.
-    static constexpr BlockOrder kOrder =
-        kBias == BiasKind::kRelative ? BlockOrder::kDescending : BlockOrder::kAscending;
+    static constexpr BlockOrder kOrder = Traits::kOrder;
     using BlockMetadata = typename SharedStorage::BlockMetadata;
 
     // All four warps call, each with kThreads threads: lane 0 alone or all 32.
@@ -46,7 +43,7 @@ protected:
     }
     // The keys that some row of the work tile sees are below this, but for a mask.
     __device__ __forceinline__ int end_of_keys(const FwdWorkTile& work_tile) const {
-        return work_tile.s.keys_of(last_row(work_tile), p_.is_causal);
+        return work_tile.end_of_keys(0, kRows, p_.is_causal);
     }
     // All rows of the Q tile see the keys below this, but for a mask. 0 if it extends past a packed sequence: its rows
     // of the next one are then masked in every n_block, so that a result does not depend on them.
@@ -68,7 +65,8 @@ protected:
     // The next three: one thread calls.
     __device__ __forceinline__ void load_q(const FwdWorkTile& work_tile) {
         query_pipeline_.producer_acquire();
-        smem_.work_tile(work_tile_stage_) = work_tile;
+        FwdWorkTile& shared = smem_.work_tile(work_tile_stage_) = work_tile;
+        if constexpr (Traits::kCountsBlocks) shared.n_blocks = block_range(work_tile);
         mbarrier_arrive_and_expect_tx(query_pipeline_.full(), sizeof(typename SharedStorage::QueryTile));
         tma_load_rows(smem_.query[query_pipeline_.stage()], maps_.query, query_pipeline_.full(), p_, work_tile.s,
                       work_tile.s.first_row + work_tile.first_row, work_tile.head);

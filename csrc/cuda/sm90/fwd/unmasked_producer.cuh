@@ -14,8 +14,8 @@ class FwdUnmaskedProducer : FwdTmaProducer<T, kBias, Traits> {
     using typename Base::BlockMetadata;
 
 public:
-    using typename Base::SharedStorage;
     using Base::Base;
+    using typename Base::SharedStorage;
 
     __device__ void run() {
         switch (warp_id()) {
@@ -43,17 +43,20 @@ private:
             const int end = Base::end_of_keys(work_tile), end_of_full = Base::end_of_full_keys(work_tile);
             const bool has_blocks = for_each_block(work_tile, [&](int n_block, bool is_last) {
                 BlockMetadata& metadata = acquire_k();
-                metadata.n_block = n_block;
-                metadata.full = (n_block + 1) * kKeys <= end_of_full;
-                metadata.is_last = is_last;
-                if constexpr (kBias != BiasKind::kKey) {
+                if constexpr (!Traits::kCountsBlocks) {
+                    metadata.n_block = n_block;
+                    metadata.full = (n_block + 1) * kKeys <= end_of_full;
+                    metadata.is_last = is_last;
+                    if constexpr (kBias != BiasKind::kKey) {
 #pragma unroll
-                    for (int w = 0; w < kWords; ++w) metadata.visible_keys[w] = bits_below(end - n_block * kKeys, w);
+                        for (int w = 0; w < kWords; ++w)
+                            metadata.visible_keys[w] = bits_below(end - n_block * kKeys, w);
+                    }
                 }
                 Base::load_k(work_tile, n_block);
                 commit_k();
             });
-            if (has_blocks) return;
+            if (Traits::kCountsBlocks || has_blocks) return;
             acquire_k().n_block = BlockMetadata::kNoBlock;
             commit_k();
         });
@@ -99,8 +102,7 @@ private:
                 for (int part = 0; part < metadata.key_bias.kParts; ++part) {
                     const bool has_keys = part < kWords;
                     const float bias = has_keys ? key_bias_of<T>(p_.bias, bits[has_keys ? part : 0]) : 0.f;
-                    metadata.key_bias.store(part, part * 32 + lane_id(), has_keys, bias,
-                                            params_.softmax.inverse_scale);
+                    metadata.key_bias.store(part, part * 32 + lane_id(), has_keys, bias, params_.softmax.inverse_scale);
                     const uint32_t not_masked = __ballot_sync(~0u, bias != -kInfinity);
                     if (has_keys && lane_id() == 0)
                         metadata.visible_keys[part] = bits_below(end - n_block * kKeys, part) & not_masked;
@@ -124,7 +126,7 @@ private:
             fill(acquire_k(), n_block);
             commit_bias();
         });
-        if (has_blocks) return;
+        if (Traits::kCountsBlocks || has_blocks) return;
         acquire_k();
         commit_bias();
     }

@@ -23,11 +23,41 @@ def test_no_probability_is_above_one(seqlen, head_dim, sparse):
     tensors = [300 * query, 300 * key, value]
     mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
     bias, dout, dlse = randn(2, 4, 1, seqlen), torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
-    for given in (None, bias):
+    dense_bias = randn(2, 4, seqlen, (seqlen + 7) // 8 * 8)[..., :seqlen]
+    for given in (None, bias, dense_bias):
         out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, dlse, sparse=sparse)
         assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
         most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
         assert (dv.float().abs() <= 1.01 * most).all()
+
+
+@pytest.mark.parametrize("sparse", ["tiles", "lists"])
+@pytest.mark.parametrize("offset", [-4e4, -1.6e4, 1.6e4, 4e4])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_do_not_depend_on_an_offset_of_the_bias(head_dim, offset, sparse):
+    """But for the rounding of scores and lse (0.004 at 4e4), and an lse that the backward increases by 0.01 at 4e4."""
+    tensors = on_gpu(1, 300, 300, 4, 2, head_dim)
+    mask = KeyIntervalMask.sliding_window(300, 300, 100, device="cuda")
+    shifted = randn(1, 2, 1, 300).float() + offset  # rounded, so the other bias is exactly that much smaller
+    dout, dlse = torch.randn_like(tensors[0]), torch.randn(1, 4, 300, device="cuda")
+    expected = run(flash_dmattn_func, tensors, mask, shifted - offset, dout, dlse, sparse=sparse)
+    result = run(flash_dmattn_func, tensors, mask, shifted, dout, dlse, sparse=sparse)
+    for x, y in zip(result[2:], expected[2:]):
+        assert (x - y).float().norm() <= 0.03 * y.float().norm()
+
+
+@pytest.mark.parametrize("large", [-1e8, -1e5, 1e5, 1e8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_no_probability_is_above_one_with_large_relative_biases(head_dim, dtype, large):
+    """All keys have the same large entry, to which the forward adds the scores."""
+    tensors = on_gpu(1, 385, 385, 4, 2, head_dim, dtype=dtype)
+    table = torch.full((1, 4, 2 * 400 + 1), large, device="cuda")
+    dout, dlse = torch.randn_like(tensors[0]), torch.zeros(1, 4, 385, device="cuda")
+    out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, None, None, dout, dlse, relative_bias=table)
+    assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
+    most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
+    assert (dv.float().abs() <= 1.01 * most).all()
 
 
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])

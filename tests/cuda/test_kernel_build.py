@@ -237,9 +237,9 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes per thread. The producer deallocates its registers and spills what it needs once per block.
 MAX_LOCAL_MEMORY_ON_HOPPER = 320
 # Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
-# accumulator would add dozens.
+# accumulator would add dozens. The largest of the backward: a grid with a mask at head dimension 64.
 MAX_LOCAL_MEMORY_OF_DECODING = 32
-MAX_LOCAL_ACCESSES = {"fwd": 20, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
+MAX_LOCAL_ACCESSES = {"fwd": 20, "bwd": 48, "pair_bias": 16, "sparse_bwd": 40}
 
 
 @needs_nvcc
@@ -449,7 +449,7 @@ using Gathered = FwdSharedStorage<half_t, BiasKind::kKey, FwdGatherKernelTraits<
 template <int kHeadDim, int kRows = bwd_tile_sizes(kHeadDim).rows>
 struct Backward {
     template <BiasKind kBias>
-    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim, kRows>, kBias>;
+    using Memory = BwdSharedStorage<BwdKernelTraits<half_t, kHeadDim, kRows, kRows != kTallBwdRows>, kBias>;
 };
 template <int kHeadDim>
 constexpr int kMostRows = has_tall_bwd_tile(kHeadDim) ? kTallBwdRows : bwd_tile_sizes(kHeadDim).rows;

@@ -1,11 +1,13 @@
 """The calls that the sm90 kernels take, and those that fall back to the sm80 kernels."""
 
+import re
+
 import pytest
 import torch
 from generate_kernels import HEAD_DIMS
 from gpu_inputs import CAUSAL, intervals, mask_of, on_gpu, randn
 from helpers import check
-from sm90 import BIASES, bias_of, generations, kernels_of
+from sm90 import BIASES, bias_of, biases_of, generations, kernels_of
 
 from flash_dmattn import KeyLists
 
@@ -22,6 +24,22 @@ def test_sm90_kernels_are_selected(head_dim, pairs, use):
         assert served == ({"sm90"}, {"sm90"})
     use("sm80")
     assert generations(tensors, mask, bias_of(pairs, 2, 4, 200, 264)) == ({"sm80"}, {"sm80"})
+
+
+@pytest.mark.parametrize("pairs", ["none", "key", "dense", "relative"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+def test_the_backward_without_masks_and_softcap_has_kernels_of_its_own(head_dim, pairs):
+    bias, relative_bias = biases_of(pairs, 4, 264, 264)
+
+    def serves_masks(mask=None, **options):
+        tensors = on_gpu(1, 264, 264, 4, 2, head_dim)
+        names = kernels_of(tensors, mask, bias, relative_bias=relative_bias, **options)[1]
+        return re.search(r"\bbwd_kernel<.*BwdKernelTraits<[^>]*, (true|false)>", names)[1] == "true"
+
+    assert not serves_masks() and not serves_masks(is_causal=True)
+    assert serves_masks(mask_of(1, 1, 264, 264)) and serves_masks(intervals(1, 1, 264, rows=264), sparse="tiles")
+    if pairs in ("none", "key"):
+        assert serves_masks(softcap=4.0)
 
 
 @pytest.mark.parametrize("pairs", ["none", "key"])

@@ -18,7 +18,7 @@ KEY_BIAS = pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "k
 
 
 def is_tall(names):
-    return re.search("BwdKernelTraits<[^>]*, 128, 80>", names) is not None
+    return re.search("BwdKernelTraits<[^>]*, 128, 80, ", names) is not None
 
 
 def test_which_calls_use_it():

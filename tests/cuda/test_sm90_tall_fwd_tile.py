@@ -11,12 +11,10 @@ from flash_dmattn import flash_dmattn_func, flash_dmattn_varlen_func, flash_dmat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper, pytest.mark.usefixtures("use")]
 
+WITHOUT_MASKS = [(d, pairs) for d in (24, 32, 64) for pairs in ("none", "key", "relative")]
+WITHOUT_MASKS += [(104, "none"), (128, "none")]
 # Kernels with a tall tile.
-KERNELS = pytest.mark.parametrize(
-    "head_dim, pairs",
-    [(head_dim, pairs) for head_dim in (24, 32, 64) for pairs in ("none", "key", "dense", "relative")]
-    + [(104, "none"), (128, "none")],
-)
+KERNELS = pytest.mark.parametrize("head_dim, pairs", [*WITHOUT_MASKS, (24, "dense"), (32, "dense"), (64, "dense")])
 
 
 def check_tall(tensors, mask=None, bias=None, **options):
@@ -60,6 +58,16 @@ def test_causal(head_dim, pairs):
     if relative_bias is not None:
         relative_bias[:, 0, 0] = -torch.inf  # n_blocks far from the diagonal are skipped
     check_tall(on_gpu(1, rows, keys, heads, 2, head_dim), bias=bias, relative_bias=relative_bias, is_causal=True)
+
+
+@pytest.mark.parametrize("head_dim, pairs", WITHOUT_MASKS)
+@pytest.mark.parametrize("rows, keys", [(500, 300), (700, 65), (380, 700)])
+def test_causal_lengths(head_dim, pairs, rows, keys, poisoned_allocations):
+    """Warpgroups that skip n_blocks, and warpgroups whose rows see no key."""
+    heads = 2 * sms()
+    bias, relative_bias = biases_of(pairs, heads, rows, keys)
+    tensors = on_gpu(1, rows, keys, heads, heads // 2, head_dim)
+    check_tall(tensors, bias=bias, relative_bias=relative_bias, is_causal=True)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64])

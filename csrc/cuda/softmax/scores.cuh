@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
 #include "cuda/arch/math.cuh"
 #include "params.h"
@@ -128,8 +129,14 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNF
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }
+// The same for kernels that do not clamp p. Because lse is rounded, p = exp2(x - lse) may exceed 1: a little where lse
+// is small, without limit where it is large. There it is increased by about as much as rounding may change x - lse.
+__device__ __forceinline__ float increased_lse_to_log2(float lse, bool exists) {
+    const float x = lse_to_log2(lse, exists);
+    return fabsf(x) < 0x1p15f ? x : fmaf(fabsf(x), 0x1p-22f, x);
+}
 
-// lse, times log2(e), and D_i of a query row. D_i is 0 where the row sees no key.
+// lse by increased_lse_to_log2, and D_i of a query row. D_i is 0 where the row sees no key.
 struct RowStats {
     float lse, delta;
 
@@ -141,23 +148,33 @@ __device__ __forceinline__ RowStats load_row_stats(const BwdParams& p, const Seq
     const auto load = [&](const RowStatView& view) {
         return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0;
     };
-    const float delta = load(p.delta), lse = lse_to_log2(load(p.lse), exists);
+    const float delta = load(p.delta), lse = increased_lse_to_log2(load(p.lse), exists);
     return {lse, lse == kInfinity ? 0 : delta};
 }
 
 // p from s = q k, or from the tanh of the softcap. shift is (bias - lse) * log2(e); scale_log2 is the scale, or the
-// softcap, times log2(e). p is clamped to 1, because lse is a rounded sum.
+// softcap, times log2(e). kClamps: clamps p to 1.
+template <bool kClamps>
 __device__ __forceinline__ float probability(float s, float scale_log2, float shift) {
-    return fast_exp2(min_or_nan(fmaf(s, scale_log2, shift), 0.f));
+    const float x = fmaf(s, scale_log2, shift);
+    return fast_exp2(kClamps ? min_or_nan(x, 0.f) : x);
+}
+
+// Whether a score may round so differently in forward and backward that p needs a clamp. A relative bias, where it is
+// added to scores: the forward of sm90 accumulates them onto it. A dense bias in float16: beside biases near finfo.min
+// the forward masks finfo.min, the backward does not.
+template <typename T>
+constexpr __host__ __device__ bool needs_clamp(BiasKind bias) {
+    return is_relative(bias) || (bias == BiasKind::kDense && std::is_same_v<T, half_t>);
 }
 
 // Replaces s = q k by p and dp = do v by ds, 0 for masked scores. Returns dx, which is undefined for masked scores.
-template <bool kSoftcap>
+template <bool kSoftcap, bool kClamps = false>
 __device__ __forceinline__ float score_gradient(float& s, float& dp, float shift, float delta, float scale_log2,
                                                 float scale_of_capped, bool is_visible) {
     float capped = 0;
     if (kSoftcap) s = capped = fast_tanh(s * scale_of_capped);
-    const float prob = probability(s, scale_log2, shift);
+    const float prob = probability<kClamps>(s, scale_log2, shift);
     const float dx = prob * (dp - delta);
     s = is_visible ? prob : 0;
     dp = !is_visible ? 0 : kSoftcap ? dx * (1 - capped * capped) : dx;

@@ -280,7 +280,7 @@ __device__ __forceinline__ void compute_p_ds(float (&s)[kMFragments][kNFragments
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const bool is_visible = !kMasked || visible[h][k / 4] & (1u << (k % 4 * 8 + e));
-                    const float prob = probability(s[m][k][2 * h + e], scale * kLog2E, shift[e]);
+                    const float prob = probability<true>(s[m][k][2 * h + e], scale * kLog2E, shift[e]);
                     s[m][k][2 * h + e] = is_visible ? prob : 0;
                     dp[m][k][2 * h + e] = is_visible ? prob * dp[m][k][2 * h + e] : 0;
                 }

@@ -252,7 +252,7 @@ private:
             for (int i = 0; i < 4; ++i) {
                 const int h = i / 2;
                 const bool is_visible = visible[h] >> (n * 8) & (1 << i % 2);
-                const float prob = probability(scores[0][n][i], scale_log2, bias[i] - lse_log2[h]);
+                const float prob = probability<true>(scores[0][n][i], scale_log2, bias[i] - lse_log2[h]);
                 scores[0][n][i] = is_visible ? prob : 0;
                 dscores[0][n][i] = is_visible ? dscores[0][n][i] : 0;
                 delta[h] += scores[0][n][i] * dscores[0][n][i];

@@ -18,7 +18,8 @@ namespace flash_dmattn::cuda::sm90 {
 template <typename Traits, BiasKind kBias>
 class BwdConsumer : BwdScores<Traits, kBias> {
     using Base = BwdScores<Traits, kBias>;
-    using Base::has_key_dbias, Base::store_key_dbias, Base::state_, Base::header_, Base::m_block_info, Base::bias_dscores;
+    using Base::has_key_dbias, Base::store_key_dbias, Base::state_, Base::header_, Base::m_block_info,
+        Base::bias_dscores;
     using Base::key, Base::begin_head;
     using Base::p_, Base::scale_, Base::smem_, Base::work_tile_, Base::warpgroup_, Base::tiled_mma_, Base::warp_key_;
 
@@ -50,6 +51,9 @@ private:
     using DqFragment = typename TiledMma::DqFragment;
     using MBlockInfo = typename SharedStorage::MBlockInfo;
     using RowStatsFragment = typename Base::RowStatsFragment;
+    // Whether dS is stored before the GEMM of dV is issued. The stores are slower while it reads shared memory. But with
+    // a dense bias dS first would spill registers, and the tall tile is as fast, or up to 4 % faster, with the GEMM first.
+    static constexpr bool kStoresFirst = !Traits::kSharesKeys && kBias != BiasKind::kDense && !Traits::kIsTall;
     // Whether dQ is added in the next step, while S is computed: 3 % faster with a dense bias, slower without.
     static constexpr bool kAddsDqLate = Traits::kStagesDq && kBias == BiasKind::kDense;
     using RowSums = SumsOfRows8Apart<Traits::kScoreRows / 8>;
@@ -97,7 +101,7 @@ private:
     // One m_block: S and dP, then P and dS, then dV, dQ and dK. Returns whether there is another one.
     __device__ __forceinline__ bool step(ScoresFragment& scores, ScoresFragment& dprobs, ScoresOperand& probs,
                                          ScoresOperand& dscores) {
-        const bool has_empty_rows = any_of(header_.has_empty_rows);
+        const bool has_empty_rows = header_.has_empty_rows();
         if (has_empty_rows) zero_empty_rows(query());
         constexpr bool kStartsFromBias = SharedStorage::kStartsFromBias;
         const RowStatsFragment lse(m_block_info().lse + tiled_mma_.first_row());
@@ -112,7 +116,7 @@ private:
         if constexpr (kStartsFromBias) tiled_mma_.template gemm_scores<false>(scores, smem_.key, query());
         if constexpr (Traits::kSharesKeys) finish_previous_dk();
         if constexpr (kBias == BiasKind::kDense) smem_.bias_pipeline.consumer_wait(state_);
-        const bool has_softcap = Traits::kHasSoftcap && !is_relative(kBias) && scale_.softcap > 0;
+        const bool has_softcap = Traits::kServesMasksAndSoftcap && !is_relative(kBias) && scale_.softcap > 0;
         if constexpr (Base::kEarlyFragments > 0) {
             wgmma_wait_group<1>();  // S
             warpgroup_fence_operand(scores);
@@ -121,17 +125,21 @@ private:
         wgmma_wait_group<0>();
         warpgroup_fence_operand(scores);
         warpgroup_fence_operand(dprobs);
+        const auto finish = [&] {
+            to_a_operand<T>(scores, probs);
+            to_a_operand<T>(dprobs, dscores);
+            if (kBias == BiasKind::kDense && Base::has_masked_keys_) {
+                Base::zero_masked_keys(probs);
+                Base::zero_masked_keys(dscores);
+            }
+            if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
+        };
         if (has_softcap) {
             Base::compute_p_ds_softcap(scores, dprobs, lse);
         } else {
-            Base::compute_late_p_ds(scores, dprobs, lse);
+            Base::compute_late_p_ds(scores, dprobs, lse, finish);
         }
-        to_a_operand<T>(scores, probs);
-        to_a_operand<T>(dprobs, dscores);
-        if (kBias == BiasKind::kDense && Base::has_masked_keys_) {
-            Base::zero_masked_keys(probs);
-            Base::zero_masked_keys(dscores);
-        }
+        if constexpr (!Base::kFinishesInBranches) finish();
         if constexpr (Traits::kSharesKeys) {
             gemm_dkv_dq_of_shared_keys(probs, dscores, dprobs);
             return wait_for_next_m_block();
@@ -143,10 +151,6 @@ private:
     // the next m_block while GEMMs run.
     __device__ __forceinline__ bool gemm_dkv_dq_of_own_keys(const ScoresOperand& probs, const ScoresOperand& dscores,
                                                             ScoresFragment& ds) {
-        // The stores of dS are slower while the GEMM of dV reads shared memory. But with a dense bias dS first would
-        // spill registers, and the tall tile is as fast, or up to 4 % faster, with the GEMM first.
-        constexpr bool kStoresFirst = kBias != BiasKind::kDense && !Traits::kIsTall;
-        if constexpr (kStoresFirst) store_scores(bias_dscores(), dscores);
         tiled_mma_.gemm_dkv(dv_, probs, dout());
         if constexpr (!kStoresFirst) store_scores(bias_dscores(), dscores);
         fence_proxy_async();

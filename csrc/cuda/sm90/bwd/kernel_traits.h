@@ -56,10 +56,13 @@ struct BwdMmaTraits {
     static_assert(ScoresTile::kSlabCols == 64, "one slab for each 64 keys");
 };
 
-template <typename T, int kHeadDim, int kRows>
+// kServesMasksAndSoftcap_: whether these are compiled.
+template <typename T, int kHeadDim, int kRows, bool kServesMasksAndSoftcap_>
 struct BwdKernelTraits : BwdMmaTraits<T, kHeadDim, kRows, bwd_tile_sizes(kHeadDim).keys> {
+    using MmaTraits = BwdMmaTraits<T, kHeadDim, kRows, BwdKernelTraits::kKeys>;
+    static constexpr bool kServesMasksAndSoftcap = kServesMasksAndSoftcap_;
     static constexpr bool kIsTall = has_tall_bwd_tile(kHeadDim) && kRows == kTallBwdRows;
-    static constexpr bool kHasMask = !kIsTall, kHasSoftcap = !kIsTall;  // whether they are compiled
+    static_assert(!(kIsTall && kServesMasksAndSoftcap));
     static constexpr int kProducerRegisters = kIsTall ? 24 : kBwdProducerRegisters,
                          kConsumerRegisters = kIsTall ? 240 : kBwdConsumerRegisters;
     static constexpr int kWords = BwdKernelTraits::kKeys / 32;

@@ -44,28 +44,34 @@ void launch_bwd(const BwdArgs& p, cudaStream_t stream) {
                                    static_cast<int>(pairs / group_size), static_cast<int>(num_n_blocks), packs};
         launch(kernel, {grid_of(num_n_blocks * pairs), Traits::kThreads, sizeof(SharedStorage)}, stream, args, maps,
                scale, range);
-        launch(convert_dquery_kernel<Traits>,
+        launch(convert_dquery_kernel<typename Traits::MmaTraits>,
                {grid_of(p.dquery_m_blocks * heads_per_kv * count), Traits::kConsumerWarpgroups * kWarpgroupThreads},
                stream, args, static_cast<int>(first * heads_per_kv), i + 1 < p.num_launches);
     }
+}
+
+template <typename T, int kHeadDim, BiasKind kBias>
+void run_with_bias(const BwdArgs& p, cudaStream_t stream) {
+    constexpr int kRows = bwd_tile_sizes(kHeadDim).rows;
+    has_mask(p) || p.softcap != 0 ? launch_bwd<BwdKernelTraits<T, kHeadDim, kRows, true>, kBias>(p, stream)
+                                  : launch_bwd<BwdKernelTraits<T, kHeadDim, kRows, false>, kBias>(p, stream);
 }
 
 // rows: of an m_block.
 template <typename T, int kHeadDim>
 void run_main_kernel(const BwdArgs& p, int rows, cudaStream_t stream) {
     if constexpr (has_tall_bwd_tile(kHeadDim)) {
-        using Traits = BwdKernelTraits<T, kHeadDim, kTallBwdRows>;
+        using Traits = BwdKernelTraits<T, kHeadDim, kTallBwdRows, false>;
         if (rows == kTallBwdRows)
             return p.bias.present() ? launch_bwd<Traits, BiasKind::kKey>(p, stream)
                                     : launch_bwd<Traits, BiasKind::kNone>(p, stream);
     }
-    using Traits = BwdKernelTraits<T, kHeadDim, bwd_tile_sizes(kHeadDim).rows>;
     switch (kernel_bias_kind(p)) {
-        case BiasKind::kNone: return launch_bwd<Traits, BiasKind::kNone>(p, stream);
-        case BiasKind::kKey: return launch_bwd<Traits, BiasKind::kKey>(p, stream);
-        case BiasKind::kDense: return launch_bwd<Traits, BiasKind::kDense>(p, stream);
-        case BiasKind::kRelative: return launch_bwd<Traits, BiasKind::kRelative>(p, stream);
-        case BiasKind::kRelativeGrid: return launch_bwd<Traits, BiasKind::kRelativeGrid>(p, stream);
+        case BiasKind::kNone: return run_with_bias<T, kHeadDim, BiasKind::kNone>(p, stream);
+        case BiasKind::kKey: return run_with_bias<T, kHeadDim, BiasKind::kKey>(p, stream);
+        case BiasKind::kDense: return run_with_bias<T, kHeadDim, BiasKind::kDense>(p, stream);
+        case BiasKind::kRelative: return run_with_bias<T, kHeadDim, BiasKind::kRelative>(p, stream);
+        case BiasKind::kRelativeGrid: return run_with_bias<T, kHeadDim, BiasKind::kRelativeGrid>(p, stream);
     }
 }
 

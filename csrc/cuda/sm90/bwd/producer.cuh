@@ -37,7 +37,7 @@ public:
             if (is_active) load_m_block(head, m_block, is_full);
         });
         query_pipeline_.producer_acquire();
-        if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = SharedStorage::MBlockInfo::kEnd;
+        if (threadIdx.x == 0) smem_.m_blocks[query_pipeline_.stage()].header.m_block = MBlockInfo::kEnd;
         if (threadIdx.x < kRowDataThreads) mbarrier_arrive(query_pipeline_.full());
         if (threadIdx.x == kQueryThread) mbarrier_arrive(query_pipeline_.full());  // as with each load of Q
         if constexpr (kBias == BiasKind::kDense)
@@ -46,7 +46,8 @@ public:
 
 private:
     static constexpr int kRows = Traits::kRows, kKeys = Traits::kKeys, kWords = Traits::kWords;
-    using Summaries = MaskSummaries<kRows, kKeys, Traits::kHasMask>;
+    using MBlockInfo = typename SharedStorage::MBlockInfo;
+    using Summaries = MaskSummaries<kRows, kKeys, Traits::kServesMasksAndSoftcap>;
     // Entries of a relative bias that a thread loads.
     static constexpr int kRelativeEntries =
         is_relative(kBias) ? ceil_div(SharedStorage::RelativeSegment::kMaxEntries, kWarpgroupThreads) : 1;
@@ -134,7 +135,7 @@ private:
         uint32_t visible = 0;
         for (int head = work_tile_.first_head; head < work_tile_.first_head + work_tile_.qheads_per_kv; ++head) {
             uint32_t unmasked = ~0u;
-            if (Traits::kHasMask && has_mask(p_)) {
+            if (Traits::kServesMasksAndSoftcap && has_mask(p_)) {
                 unmasked = 0;
                 const Summaries mask(p_, sequence(), head);
                 const RowRange rows = mask.rows_of(s.rows, work_tile_.n_block);
@@ -192,7 +193,7 @@ private:
             if (threadIdx.x < kRows) {
                 info.lse[threadIdx.x] = stats.lse;
                 info.delta[threadIdx.x] = stats.delta;
-                if constexpr (Traits::kHasMask) {
+                if constexpr (Traits::kServesMasksAndSoftcap) {
                     if (is_masked) {
                         info.mask[0][threadIdx.x] = words.x, info.mask[1][threadIdx.x] = words.y;
                         if constexpr (kWords == 4)
@@ -212,7 +213,7 @@ private:
             }
             const bool has_empty_rows = __any_sync(~0u, stats.is_empty());
             if (lane_id() == 0 && warp_id() < ceil_div(kRows, 32))
-                info.header.has_empty_rows[warp_id()] = has_empty_rows;
+                info.header.has_empty_rows_of[warp_id()] = has_empty_rows;
             if (threadIdx.x == 0) {
                 info.header.head = head;
                 info.header.m_block = m_block;

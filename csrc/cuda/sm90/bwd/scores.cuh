@@ -33,6 +33,11 @@ protected:
     static constexpr bool kHasEarlyFragments =
         kBias == BiasKind::kNone || (kFragments > 8 && (kBias == BiasKind::kKey || kBias == BiasKind::kRelative));
     static constexpr int kEarlyFragments = !Traits::kSharesKeys && kHasEarlyFragments ? 8 : 0;
+    // Whether P and dS are converted, and dS stored, in each branch of dispatch(): these instructions then mix with the
+    // exponentials. Without a bias that is not faster, and the copies for masks would take registers.
+    static constexpr bool kFinishesInBranches = !Traits::kServesMasksAndSoftcap && kBias != BiasKind::kNone;
+    // Whether rows beyond the sequence read a bias, which may be NaN.
+    static constexpr bool kReadsBiasBeyondRows = kBias == BiasKind::kDense || is_relative(kBias);
     // Whether a bias is added after Q K^T. kUnlessClamped: tests is_clamped() at run time.
     enum class AddsBias { kNo, kYes, kUnlessClamped };
     static constexpr AddsBias kAddsBias =
@@ -86,13 +91,13 @@ protected:
         for (int h = 0; h < 2; ++h) {
             const int k = key(h);
             const int begin = p_.is_causal ? s.causal_begin(k) : 0;
-            if constexpr (Traits::kHasMask) {
+            if constexpr (Traits::kServesMasksAndSoftcap || kReadsBiasBeyondRows) {
                 rows_[h] = {begin, k < s.keys ? s.rows : 0};
-                if (k < s.keys && p_.interval_summaries.present())
+                if (Traits::kServesMasksAndSoftcap && k < s.keys && p_.interval_summaries.present())
                     rows_[h] = rows_of_key(p_, s, interval_offset(p_.intervals, s, head, p_.heads), k);
                 // Beyond the sequence P is 0 without a test, unless the bias there may be NaN or infinite: an entry of
                 // a relative bias, or the dense bias of the next packed sequence.
-                const bool may_be_nan = is_relative(kBias) || (kBias == BiasKind::kDense && p_.cu_seqlens_q != nullptr);
+                const bool may_be_nan = kReadsBiasBeyondRows && (is_relative(kBias) || p_.cu_seqlens_q != nullptr);
                 if (!may_be_nan && rows_[h].end == s.rows) rows_[h].end = INT_MAX;
             } else {
                 rows_[h] = {k < s.keys ? begin : INT_MAX, INT_MAX};  // a constant end takes no register
@@ -137,19 +142,21 @@ protected:
     }
 
     // S and dP to P and dS without a softcap, in two parts. The first needs S alone: its exponentials overlap the GEMM
-    // of dP, those of the second the arithmetic of dS.
+    // of dP, those of the second the arithmetic of dS and finish().
     __device__ __forceinline__ void compute_early_p(ScoresFragment& s, const RowStatsFragment& lse) const {
         dispatch([&](auto has_ranges, auto has_bits, auto adds_bias) {
             compute_p<has_ranges.value, has_bits.value, adds_bias.value, 0, early_fragments(adds_bias.value)>(s, lse);
         });
     }
+    template <typename Finish>
     __device__ __forceinline__ void compute_late_p_ds(ScoresFragment& s, ScoresFragment& dp,
-                                                      const RowStatsFragment& lse) {
+                                                      const RowStatsFragment& lse, const Finish& finish) {
         dispatch([&](auto has_ranges, auto has_bits, auto adds_bias) {
             constexpr int kFirst = early_fragments(adds_bias.value);
             compute_p<has_ranges.value, has_bits.value, adds_bias.value, kFirst, kFragments>(s, lse);
             constexpr bool kSumsClamped = kBias == BiasKind::kRelative && adds_bias.value != AddsBias::kYes;
             compute_ds<has_ranges.value || has_bits.value, kSumsClamped>(s, dp);
+            if constexpr (kFinishesInBranches) finish();
         });
     }
     // S and dP to P and dS with a softcap.
@@ -157,8 +164,9 @@ protected:
                                                          const RowStatsFragment& lse) {
         const float* deltas = m_block_info().delta + tiled_mma_.first_row() + fragment_col();
         const auto take = [&](int m, int h, int e, float shift, bool is_visible) {
-            const float dx = score_gradient<true>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift, deltas[m * 8 + e],
-                                                  scale_.softcap * kLog2E, scale_.scale / scale_.softcap, is_visible);
+            const float dx = score_gradient<true, needs_clamp<T>(kBias)>(s[0][m][2 * h + e], dp[0][m][2 * h + e], shift,
+                                                                         deltas[m * 8 + e], scale_.softcap * kLog2E,
+                                                                         scale_.scale / scale_.softcap, is_visible);
             if (kBias == BiasKind::kKey) key_dbias_[h] += is_visible ? dx : 0.f;
         };
         for_each_score<true, true, kAddsBias, 0, kFragments>(lse, has_bits(), take);
@@ -209,10 +217,11 @@ private:
 
     template <bool kRanges, bool kBits, AddsBias kAdds, int kFirst, int kLast>
     __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStatsFragment& lse) const {
+        constexpr bool kClamps = kAdds != AddsBias::kNo && needs_clamp<T>(kBias);
         for_each_score<kRanges, kBits, kAdds, kFirst, kLast>(lse, kBits,
                                                              [&](int m, int h, int e, float shift, bool is_visible) {
                                                                  float& x = s[0][m][2 * h + e];
-                                                                 x = probability(x, scale_.scale_log2, shift);
+                                                                 x = probability<kClamps>(x, scale_.scale_log2, shift);
                                                                  if (!is_visible) x = 0;
                                                              });
     }
@@ -252,7 +261,7 @@ private:
             for (int m = n; m < n + 2; ++m) {
                 const float2 lse = lses[m];
                 uint2 bits = {~0u, ~0u};
-                if constexpr (Traits::kHasMask && kBits) {
+                if constexpr (Traits::kServesMasksAndSoftcap && kBits) {
                     if (has_bits) bits = *reinterpret_cast<const uint2*>(info.mask[warp_key_ / 32] + block_row + m * 8);
                 }
 #pragma unroll
@@ -287,14 +296,14 @@ protected:
     const BwdWorkTile& work_tile_;
     const int warpgroup_;
     const TiledMma tiled_mma_;
-    const int warp_key_;  // the warp's first key of the n_block
+    const int warp_key_;                    // the warp's first key of the n_block
     PipelineState<Traits::kStages> state_;  // of the pipelines of Q, dO and the bias: a step uses a stage of each
     typename MBlockInfo::Header header_;    // of the current m_block
     RelativeBiasLane relative_bias_lane_;
-    RowRange rows_[2];    // that may see each key
+    RowRange rows_[2];              // that may see each key
     bool has_masked_keys_ = false;  // of the warp, for zero_masked_keys
     uint32_t visible_keys_;         // of this lane, bits 0 and 8
-    float bias_[2] = {};  // times log2(e)
+    float bias_[2] = {};            // times log2(e)
     float key_dbias_[2] = {};
     float clamped_sum_[2];  // of dS, of a clamped block
 };

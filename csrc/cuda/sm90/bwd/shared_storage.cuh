@@ -49,7 +49,7 @@ struct DenseDbiasSharedStorage {
 // instead (BwdScores::zero_masked_keys). Without a mask the row stride is 0.
 template <typename Traits, BiasKind kBias>
 __device__ __forceinline__ bool masks_scores(const BwdArgs& p) {
-    if constexpr (!Traits::kHasMask) return false;
+    if constexpr (!Traits::kServesMasksAndSoftcap) return false;
     return kBias == BiasKind::kDense ? p.packed_mask.bits_row_stride != 0 : p.packed_mask.present();
 }
 
@@ -75,9 +75,14 @@ struct BwdSharedStorage {
         // Read at once.
         struct alignas(16) Header {
             int head, m_block;
-            bool is_full_block;                        // the mask masks no score
-            int8_t clamped_end;                        // RelativePosition::clamped_end
-            bool has_empty_rows[ceil_div(kRows, 32)];  // for 32 rows each: some see no key or lie beyond the sequence
+            bool is_full_block;                    // the mask masks no score
+            int8_t clamped_end;                    // RelativePosition::clamped_end
+            alignas(4) bool has_empty_rows_of[4];  // of 32 rows each: some see no key or lie beyond the sequence
+
+            __device__ bool has_empty_rows() const {
+                constexpr uint32_t kWritten = ~0u >> (4 - ceil_div(kRows, 32)) * 8;
+                return (reinterpret_cast<const uint32_t&>(has_empty_rows_of) & kWritten) != 0;
+            }
         };
         Header header;
         float* dq_accum;  // the m_block's tile of dquery_accum
@@ -88,7 +93,7 @@ struct BwdSharedStorage {
         alignas(16) float lse[kRows];
         alignas(16) float delta[kRows];
         // Bit j % 32 of word j / 32: the row sees key j.
-        alignas(16) std::conditional_t<Traits::kHasMask, uint32_t[Traits::kWords][kRows], Empty> mask;
+        alignas(16) std::conditional_t<Traits::kServesMasksAndSoftcap, uint32_t[Traits::kWords][kRows], Empty> mask;
         std::conditional_t<is_relative(kBias), RelativeBlock, Empty> relative_bias;
     };
 

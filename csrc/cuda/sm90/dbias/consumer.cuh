@@ -142,6 +142,7 @@ private:
 
     // S to P.
     __device__ __forceinline__ void compute_p(Scores& scores, const float (&lse)[2]) const {
+        constexpr bool kClamps = needs_clamp<T>(BiasKind::kDense);
         float scale_log2 = scale_.scale_log2;
         if (scale_.softcap > 0) {
             scale_and_cap(scores, scale_.scale, scale_.softcap);
@@ -156,8 +157,8 @@ private:
             for (int i = 0; i < 4; ++i) {
                 const float2 bias = unpack<T>(packed[i]);
                 float* x = scores[0][n + i / 2] + i % 2 * 2;
-                x[0] = probability(x[0], scale_log2, fmaf(bias.x, kLog2E, -lse[i % 2]));
-                x[1] = probability(x[1], scale_log2, fmaf(bias.y, kLog2E, -lse[i % 2]));
+                x[0] = probability<kClamps>(x[0], scale_log2, fmaf(bias.x, kLog2E, -lse[i % 2]));
+                x[1] = probability<kClamps>(x[1], scale_log2, fmaf(bias.y, kLog2E, -lse[i % 2]));
             }
         }
     }

@@ -238,6 +238,7 @@ private:
     // S and dP to P and dS. Masked keys need no mask: their rows of dK and dV are zeroed in the epilogue.
     __device__ __forceinline__ void compute_dscores(Scores& s, Scores& dp, const PairBiasSmemRowStats& row_stats,
                                                     int m_block) const {
+        constexpr bool kClamps = needs_clamp<T>(BiasKind::kDense);
         const float scale_log2 = schedule_.scale * kLog2E;
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2) {
@@ -251,8 +252,10 @@ private:
                 for (int h = 0; h < 2; ++h) {
                     const float2 b = bias[m % 2 * 2 + h];
                     float *x = s[0][m] + 2 * h, *dx = dp[0][m] + 2 * h;
-                    score_gradient<false>(x[0], dx[0], fmaf(b.x, kLog2E, -lse[0]), delta[0], scale_log2, 0, true);
-                    score_gradient<false>(x[1], dx[1], fmaf(b.y, kLog2E, -lse[1]), delta[1], scale_log2, 0, true);
+                    score_gradient<false, kClamps>(x[0], dx[0], fmaf(b.x, kLog2E, -lse[0]), delta[0], scale_log2, 0,
+                                                   true);
+                    score_gradient<false, kClamps>(x[1], dx[1], fmaf(b.y, kLog2E, -lse[1]), delta[1], scale_log2, 0,
+                                                   true);
                 }
             }
         }

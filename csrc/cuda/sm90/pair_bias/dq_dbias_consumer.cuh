@@ -87,8 +87,13 @@ private:
             warpgroup_fence_operand(dquery_);
             if (!is_first) release_keys();
             is_first = false;
-            compute_dscores(scores, dprobs, lse, delta, i);
-            is_full ? add_dbias(i, dprobs) : add_dbias(i, dprobs, smem_.factors[warpgroup_][stage]);
+            if (is_full) {
+                compute_dscores<false>(scores, dprobs, lse, delta, i);
+                add_dbias(i, dprobs);
+            } else {
+                compute_dscores<true>(scores, dprobs, lse, delta, i);
+                add_dbias(i, dprobs, smem_.factors[warpgroup_][stage]);
+            }
             to_a_operand<T>(dprobs, dscores);
             gemm_rs<false, Major::kMN>(dquery_, dscores, key);  // dQ += dS K
             key_pipeline_.advance();
@@ -125,9 +130,12 @@ private:
         }
     }
 
-    // dS replaces dP. It is finite for masked keys, too, even if their bias is NaN: fminf drops NaN.
+    // dS replaces dP. With kMasked it is finite for masked keys, too, even if their bias is infinite or NaN: fminf drops
+    // NaN.
+    template <bool kMasked>
     __device__ __forceinline__ void compute_dscores(const Scores& s, Scores& dp, const float (&lse)[2],
                                                     const float (&delta)[2], int block) const {
+        constexpr bool kClamps = kMasked || needs_clamp<T>(BiasKind::kDense);
         const float scale_log2 = schedule_.scale * kLog2E;
 #pragma unroll
         for (int n = 0; n < kScoreFragments; n += 2) {
@@ -139,7 +147,8 @@ private:
                 const float shift[2] = {fmaf(bias[i].x, kLog2E, -lse[h]), fmaf(bias[i].y, kLog2E, -lse[h])};
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const float prob = fast_exp2(fminf(fmaf(s[0][m][2 * h + e], scale_log2, shift[e]), 0.f));
+                    const float x = fmaf(s[0][m][2 * h + e], scale_log2, shift[e]);
+                    const float prob = fast_exp2(kClamps ? fminf(x, 0.f) : x);
                     dp[0][m][2 * h + e] = prob * (dp[0][m][2 * h + e] - delta[h]);
                 }
             }

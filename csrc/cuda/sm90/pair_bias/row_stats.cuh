@@ -37,7 +37,7 @@ struct PairBiasRowStats {
             const auto stat = [&](const RowStatView& view) {
                 return exists ? static_cast<const float*>(view.data)[stat_offset(view, s, head) + row] : 0.f;
             };
-            lse[i] = lse_to_log2(stat(p.lse), exists);
+            lse[i] = increased_lse_to_log2(stat(p.lse), exists);
             delta[i] = lse[i] == kInfinity || delta_view.data == nullptr ? 0.f : stat(delta_view);
         }
     }

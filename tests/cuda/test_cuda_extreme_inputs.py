@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from gpu_inputs import NEEDS_CUDA, on_gpu, randn
+from gpu_inputs import NEEDS_CUDA, mask_of, on_gpu, randn
 from helpers import run
 
 from flash_dmattn import KeyIntervalMask, flash_dmattn_func
@@ -23,8 +23,7 @@ def test_no_probability_is_above_one(seqlen, head_dim, sparse):
     tensors = [300 * query, 300 * key, value]
     mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
     bias, dout, dlse = randn(2, 4, 1, seqlen), torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
-    dense_bias = randn(2, 4, seqlen, (seqlen + 7) // 8 * 8)[..., :seqlen]
-    for given in (None, bias, dense_bias):
+    for given in (None, bias):
         out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, dlse, sparse=sparse)
         assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
         most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
@@ -47,18 +46,41 @@ def test_gradients_do_not_depend_on_an_offset_of_the_bias(head_dim, offset, spar
         assert (x - y).float().norm() <= 0.05 * y.float().norm()
 
 
-@pytest.mark.parametrize("large", [-1e8, -1e5, 1e5, 1e8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_no_probability_is_above_one_with_large_relative_biases(head_dim, dtype, large):
-    """All keys have the same large entry, to which the forward adds the scores."""
-    tensors = on_gpu(1, 385, 385, 4, 2, head_dim, dtype=dtype)
-    table = torch.full((1, 4, 2 * 400 + 1), large, device="cuda")
-    dout, dlse = torch.randn_like(tensors[0]), torch.zeros(1, 4, 385, device="cuda")
-    out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, None, None, dout, dlse, relative_bias=table)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("seqlen", [264, 392])
+def test_no_probability_is_above_one_with_a_dense_bias(seqlen, head_dim, dtype):
+    query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim, dtype=dtype)
+    bias = randn(2, 4, seqlen, seqlen, dtype=dtype)
+    dout, dlse = torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
+    out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, (100 * query, 100 * key, value), None, bias, dout, dlse)
     assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
     most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
     assert (dv.float().abs() <= 1.01 * most).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("radius", [32, 400])
+@pytest.mark.parametrize(
+    "large, error", [(1e4, 0.02), (1e5, 0.05), (1e6, 0.3), (1e8, None), (-1e5, None), (-1e8, None)]
+)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_large_relative_biases(head_dim, large, error, radius, masked):
+    """Each row sees one key, far away, and all entries are large: p of that key is at most 1, and little less."""
+    query, key, value = on_gpu(1, 512, 512, 2, 2, head_dim)
+    query, rows = 3 * key.roll(256, 1), torch.arange(512, device="cuda")
+    mask = None
+    if masked:
+        mask = mask_of(1, 1, 512, 512)
+        mask[..., rows, (rows - 256) % 512] = True
+    table = torch.full((1, 2, 2 * radius + 1), large, device="cuda")
+    dout, dlse = torch.randn_like(value), torch.zeros(1, 2, 512, device="cuda")
+    inputs = (query, key, value), mask, None, dout, dlse
+    expected = run(flash_dmattn_func, *inputs, relative_bias=torch.zeros_like(table))[4].float()
+    dv = run(flash_dmattn_func, *inputs, relative_bias=table)[4].float()
+    assert dv.norm() <= 1.01 * expected.norm()
+    if error is not None:
+        assert (dv - expected).norm() <= error * expected.norm()
 
 
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])

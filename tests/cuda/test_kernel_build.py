@@ -237,9 +237,9 @@ SERIALIZED = re.compile(r"\(C75(?:08|1[0-5])\).*")
 # Bytes per thread. The producer deallocates its registers and spills what it needs once per block.
 MAX_LOCAL_MEMORY_ON_HOPPER = 320
 # Local loads and stores in the GEMM loop: where accumulators use all registers, addresses are reloaded. A spilled
-# accumulator would add dozens. The largest of the backward: a grid with a mask at head dimension 64.
+# accumulator would add dozens.
 MAX_LOCAL_MEMORY_OF_DECODING = 32
-MAX_LOCAL_ACCESSES = {"fwd": 20, "bwd": 48, "pair_bias": 16, "sparse_bwd": 40}
+MAX_LOCAL_ACCESSES = {"fwd": 20, "bwd": 40, "pair_bias": 16, "sparse_bwd": 40}
 
 
 @needs_nvcc

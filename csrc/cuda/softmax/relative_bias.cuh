@@ -14,6 +14,10 @@
 
 namespace flash_dmattn::cuda {
 
+// If all scores of a block read the same entry, sm90 kernels leave it out of them: the forward shares it with the base of
+// the softmax, the backward subtracts it from lse. But only up to this absolute value: a larger one would round these.
+constexpr float kMaxSharedBias = 128;
+
 // y * (2 w - 1) + x of the token y * w + x of a grid: the entry of two tokens is the difference of theirs, plus that of
 // equal tokens.
 __device__ __forceinline__ int token_in_table(int token, int grid_width, uint64_t inverse_grid_width) {

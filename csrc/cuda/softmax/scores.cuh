@@ -129,8 +129,9 @@ __device__ __forceinline__ void scale_and_add_bias(float (&acc)[kMFragments][kNF
 __device__ __forceinline__ float lse_to_log2(float lse, bool exists) {
     return exists && lse != -kInfinity ? max_or_nan(lse * kLog2E, -FLT_MAX) : kInfinity;
 }
-// The same for kernels that do not clamp p. Because lse is rounded, p = exp2(x - lse) may exceed 1: a little where lse
-// is small, without limit where it is large. There it is increased by about as much as rounding may change x - lse.
+// The same for the sm90 kernels, most of which do not clamp p. Because lse is rounded, p = exp2(x - lse) may exceed 1: a
+// little where lse is small, without limit where it is large. There it is increased by about as much as rounding may
+// change x - lse.
 __device__ __forceinline__ float increased_lse_to_log2(float lse, bool exists) {
     const float x = lse_to_log2(lse, exists);
     return fabsf(x) < 0x1p15f ? x : fmaf(fabsf(x), 0x1p-22f, x);
@@ -160,9 +161,9 @@ __device__ __forceinline__ float probability(float s, float scale_log2, float sh
     return fast_exp2(kClamps ? min_or_nan(x, 0.f) : x);
 }
 
-// Whether a score may round so differently in forward and backward that p needs a clamp. A relative bias, where it is
-// added to scores: the forward of sm90 accumulates them onto it. A dense bias in float16: beside biases near finfo.min
-// the forward masks finfo.min, the backward does not.
+// Whether a score may round so differently in forward and backward that p needs a clamp. A relative bias that is not
+// left out of the scores: the forward of sm90 accumulates them onto it, as onto a key bias of at most 2^14, for which p
+// may be 1.1. A dense bias in float16: beside biases near finfo.min the forward masks finfo.min, the backward does not.
 template <typename T>
 constexpr __host__ __device__ bool needs_clamp(BiasKind bias) {
     return is_relative(bias) || (bias == BiasKind::kDense && std::is_same_v<T, half_t>);

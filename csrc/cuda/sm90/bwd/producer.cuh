@@ -177,8 +177,8 @@ private:
                 position = bias.row_part(first) + bias.key_part(first_key());
                 clamped_end = bias.clamped_end(position - (kRows - 1), position + kKeys - 1);
                 const float shared = clamped_end != 0 ? bias[position] : 0.f;
-                if (shared == -kInfinity) {
-                    clamped_end = 0;  // an infinite lse would mark empty rows
+                if (!(fabsf(shared) <= kMaxSharedBias)) {
+                    clamped_end = 0;
                 } else if (!stats.is_empty()) {
                     stats.lse -= shared * kLog2E;
                 }

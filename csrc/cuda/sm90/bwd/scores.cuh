@@ -217,7 +217,7 @@ private:
 
     template <bool kRanges, bool kBits, AddsBias kAdds, int kFirst, int kLast>
     __device__ __forceinline__ void compute_p(ScoresFragment& s, const RowStatsFragment& lse) const {
-        constexpr bool kClamps = kAdds != AddsBias::kNo && needs_clamp<T>(kBias);
+        constexpr bool kClamps = needs_clamp<T>(kBias) && (kAdds != AddsBias::kNo || SharedStorage::kStartsFromBias);
         for_each_score<kRanges, kBits, kAdds, kFirst, kLast>(lse, kBits,
                                                              [&](int m, int h, int e, float shift, bool is_visible) {
                                                                  float& x = s[0][m][2 * h + e];

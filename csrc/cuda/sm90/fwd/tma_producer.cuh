@@ -130,12 +130,11 @@ protected:
 
     private:
         // The end of the table that all scores of an n_block read (RelativePosition::clamped_end), if they can share its
-        // entry: leaving out a larger one, or -inf or NaN, would round the base of the softmax.
+        // entry.
         __device__ __forceinline__ int shared_end(int n_block) const {
-            constexpr float kMaxShared = 128;
             const int first = last_row_ + bias_.key_part(n_block * kKeys);
             const int end = bias_.clamped_end(first, first + size_ - 1);
-            return end != 0 && fabsf(bias_.load(first)) <= kMaxShared ? end : 0;
+            return end != 0 && fabsf(bias_.load(first)) <= kMaxSharedBias ? end : 0;
         }
 
         RelativeBias bias_;  // of the work tile

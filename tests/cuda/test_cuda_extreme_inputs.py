@@ -14,20 +14,25 @@ from flash_dmattn import KeyIntervalMask, flash_dmattn_func
 pytestmark = NEEDS_CUDA
 
 
+def check_probabilities(tensors, mask, bias, **options):
+    """Results are finite, and |dv| is at most the sum of |dout|, of two query heads for each KV head."""
+    dout = torch.randn_like(tensors[0])
+    dlse = torch.zeros(dout.shape[0], dout.shape[2], dout.shape[1], device="cuda")
+    out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, bias, dout, dlse, **options)
+    assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
+    most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
+    assert (dv.float().abs() <= 1.01 * most).all()
+
+
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("seqlen", [129, 257, 385])
 def test_no_probability_is_above_one(seqlen, head_dim, sparse):
-    """With scores above 1e5, which the backward recomputes, |dv| is at most the sum of |dout|."""
+    """With scores above 1e5, which the backward recomputes."""
     query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim)
-    tensors = [300 * query, 300 * key, value]
     mask = KeyIntervalMask.sliding_window(seqlen, seqlen, 100, device="cuda")
-    bias, dout, dlse = randn(2, 4, 1, seqlen), torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
-    for given in (None, bias):
-        out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, tensors, mask, given, dout, dlse, sparse=sparse)
-        assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
-        most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
-        assert (dv.float().abs() <= 1.01 * most).all()
+    for bias in (None, randn(2, 4, 1, seqlen)):
+        check_probabilities((300 * query, 300 * key, value), mask, bias, sparse=sparse)
 
 
 @pytest.mark.parametrize("sparse", ["tiles", "lists"])
@@ -51,12 +56,7 @@ def test_gradients_do_not_depend_on_an_offset_of_the_bias(head_dim, offset, spar
 @pytest.mark.parametrize("seqlen", [264, 392])
 def test_no_probability_is_above_one_with_a_dense_bias(seqlen, head_dim, dtype):
     query, key, value = on_gpu(2, seqlen, seqlen, 4, 2, head_dim, dtype=dtype)
-    bias = randn(2, 4, seqlen, seqlen, dtype=dtype)
-    dout, dlse = torch.randn_like(query), torch.zeros(2, 4, seqlen, device="cuda")
-    out, lse, dq, dk, dv, *_ = run(flash_dmattn_func, (100 * query, 100 * key, value), None, bias, dout, dlse)
-    assert all(x.isfinite().all() for x in (out, lse, dq, dk, dv))
-    most = dout.float().abs().sum(1, keepdim=True).unflatten(2, (2, 2)).sum(3)
-    assert (dv.float().abs() <= 1.01 * most).all()
+    check_probabilities((100 * query, 100 * key, value), None, randn(2, 4, seqlen, seqlen, dtype=dtype))
 
 
 @pytest.mark.parametrize("masked", [False, True])

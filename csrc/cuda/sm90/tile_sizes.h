@@ -8,9 +8,11 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
+constexpr int kWarpgroupRows = 64;  // query rows of an MMA warpgroup of the forward
+
 // The function below lists these in order.
 struct FwdTileSizes {
-    int warpgroups;  // MMA warpgroups of 64 query rows each
+    int warpgroups;  // MMA warpgroups
     int keys;        // of an n_block: 64 or 128
     int query_stages, key_stages, value_stages;
     int bias_stages;  // each holds 64 keys of one warpgroup's dense bias

@@ -460,9 +460,9 @@ private:
     int end_of_keys_;       // keys that some row of the work tile sees are below this
     int end_of_full_keys_;  // all rows of this warp see the keys below this
     int row_end_[2];        // causality and lengths leave a row the keys [0, row_end)
-    // Of the n_block whose P V is next, except for gathered keys: which of its keys some row sees.
+    // The keys of the next P V that some row sees; not for gathered keys.
     uint32_t visible_keys_[kWords];  // kHasVisibleKeys
-    int end_of_values_;              // else: those below this
+    int end_of_values_;              // else: the keys below this
     bool has_unscaled_scores_;  // FwdSoftmaxParams::unscaled_scores, up to a key bias that is added to scaled scores
     bool is_full_;              // no score of the n_block is masked; not for gathered keys
     uint32_t masked_words_;     // gathered keys: words of 32 keys, one of which is masked for a row of this warp

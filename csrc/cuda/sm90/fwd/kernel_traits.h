@@ -18,7 +18,7 @@ struct FwdKernelTraits {
     static constexpr FwdTileSizes kSizes =
         kTall ? tall_fwd_tile_sizes(kHeadDim, kBias) : fwd_tile_sizes(kHeadDim, kBias);
     static constexpr int kConsumerWarpgroups = kSizes.warpgroups;
-    static constexpr int kRows = kConsumerWarpgroups * 64;
+    static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows;
     static constexpr int kKeys = kSizes.keys;
     static constexpr int kQueryStages = kSizes.query_stages;
     static constexpr int kKeyStages = kSizes.key_stages;

@@ -73,7 +73,6 @@ bool should_schedule_dynamically(const FwdParams& p) {
 // Query rows that the busiest SM processes, in rows that see all keys, with m_blocks of `rows` rows. skipped: the cost of
 // the rows of a warpgroup that skips an n_block, relative to those of one that does not; 1 if none skips.
 double rows_of_busiest_sm(const FwdArgs& p, int rows, double skipped) {
-    constexpr int kWarpgroupRows = 64;
     const auto cost = [&](double of_m_block, double of_warpgroups) {
         return skipped * of_m_block + (1 - skipped) * of_warpgroups;
     };

@@ -14,8 +14,6 @@
 
 namespace flash_dmattn::cuda::sm90 {
 
-constexpr int kWarpgroupRows = 64;  // query rows of an MMA warpgroup
-
 // Threads that produce K, V and their metadata. With a dense bias, the producer's last warp loads the bias instead.
 template <BiasKind kBias>
 constexpr int kProducerThreads = kBias == BiasKind::kDense ? 96 : kWarpgroupThreads;
